@@ -1,0 +1,1 @@
+"""What runs on Ray Serve: the OpenAI endpoint, its configuration and the command line."""
