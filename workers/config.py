@@ -1,4 +1,4 @@
-"""The engine's configuration: one frozen tree. `deploy/config.py` parses files and flags into it."""
+"""The engine's configuration: one frozen tree, which `deploy/config.py` parses into."""
 
 from __future__ import annotations
 
@@ -86,11 +86,10 @@ class EngineConfig:
         for name in ("cpu_threads", "max_model_len", "num_kv_blocks"):
             value = getattr(self, name)
             _check(value is None or value >= 1, name, "at least 1", value)
-        rows = 1 + self.speculative.max_draft_tokens
         _check(
-            self.max_num_batched_tokens >= rows,
+            self.max_num_batched_tokens >= self.max_num_seqs,  # else some would never get a turn
             "max_num_batched_tokens",
-            f"at least 1 + speculative.num_speculative_tokens = {rows}",
+            f"at least max_num_seqs = {self.max_num_seqs}",
             self.max_num_batched_tokens,
         )
 

@@ -25,7 +25,7 @@ def _check(ok: bool, param: str, rule: str, value: object) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How one request wants its tokens chosen. Applied in the order of the fields (docs/sampling.md).
+    """How one request wants its tokens chosen; applied in this order (docs/sampling.md).
 
     Raises InvalidRequestError, naming the field, for a value that cannot be honoured.
     """
@@ -79,7 +79,10 @@ class SamplingParams:
         _check(0 < self.top_p <= 1, "top_p", "in (0, 1]", self.top_p)
         _check(0 <= self.min_p <= 1, "min_p", "in [0, 1]", self.min_p)
         _check(
-            self.seed is None or -(2**63) <= self.seed < 2**63, "seed", "a 64-bit integer", self.seed
+            self.seed is None or -(2**63) <= self.seed < 2**63,
+            "seed",
+            "a 64-bit integer",
+            self.seed,
         )
         _check(self.max_tokens >= 1, "max_tokens", "at least 1", self.max_tokens)
         _check(
@@ -201,6 +204,7 @@ class NewRequest:
     request: Request
     seed: int  # the client's, or drawn from entropy
     output_token_ids: tuple[int, ...] = ()  # already committed before a preemption
+    num_draft_computed_tokens: int = 0  # of the prefix hit, how much the drafter has KV for too
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -213,7 +217,6 @@ class ScheduledRequest:
     num_draft_tokens: int  # k of this step; 0 while prefilling
     samples: bool  # False for a chunk of a prompt that is not its last
     new_block_ids: tuple[int, ...] = ()  # appended to the slot's block table
-    num_draft_computed_tokens: int = 0  # tokens whose KV the drafter holds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -238,6 +241,7 @@ class SlotOutput:
     slot: int
     token_ids: tuple[int, ...] = ()  # accepted drafts, then the recovered, drawn or bonus token
     num_draft_tokens: int = 0  # as verified: a drafter may propose fewer than k
+    num_accepted_tokens: int = 0  # raw accepted drafts
     num_draft_computed_tokens: int = 0  # tokens whose KV the drafter holds now
     logprobs: tuple[TokenLogprobs, ...] = ()
     verify_method: Literal["greedy", "match", "rejection"] = "greedy"

@@ -33,7 +33,7 @@ class EngineOverloadedError(SpectrueError):
 
 
 class EngineDeadError(SpectrueError):
-    """The engine cannot run another step; the message says why and names the rank if it is known."""
+    """The engine cannot run another step; the message says why, and which rank if known."""
 
 
 class ConfigError(SpectrueError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -31,17 +32,17 @@ class ForwardBatch:
         block_tables: Tensor,  # [batch, max_blocks] int32
         block_size: int,
     ) -> ForwardBatch:
-        query_lens = tuple(len(t) for t in token_ids)
-        lens = torch.tensor(query_lens)
-        rows = torch.repeat_interleave(torch.arange(len(query_lens)), lens)
-        offsets = torch.arange(len(rows)) - (lens.cumsum(0) - lens)[rows]
-        positions = torch.tensor(starts)[rows] + offsets
-        blocks = block_tables[rows, positions // block_size].long()
+        # NumPy: on index arrays of this size torch's CPU kernels cost more than the work.
+        query_lens = [len(t) for t in token_ids]
+        rows = np.repeat(np.arange(len(starts)), query_lens)
+        offsets = np.arange(len(rows)) - np.repeat(np.cumsum(query_lens) - query_lens, query_lens)
+        positions = np.array(starts)[rows] + offsets
+        blocks = block_tables.numpy()[rows, positions // block_size].astype(np.int64)
         return ForwardBatch(
             input_ids=torch.cat(token_ids),
-            positions=positions,
-            slot_mapping=blocks * block_size + positions % block_size,
+            positions=torch.from_numpy(positions),
+            slot_mapping=torch.from_numpy(blocks * block_size + positions % block_size),
             block_tables=block_tables,
-            query_lens=query_lens,
+            query_lens=tuple(query_lens),
             seq_lens=tuple(s + n for s, n in zip(starts, query_lens, strict=True)),
         )

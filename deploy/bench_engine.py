@@ -1,0 +1,142 @@
+"""`spectrue bench engine`: the engine alone, no HTTP and no Ray, on a batch of prompts."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from spectrue.workers.config import EngineConfig
+from spectrue.workers.core import Request, SamplingParams
+from spectrue.workers.engine import Engine
+
+PROMPTS = (
+    "What is the capital of Germany?",
+    "Explain why the sky is blue to a child of ten.",
+    "Write a short story about a lighthouse keeper who finds a letter in a bottle.",
+    "List five things to check before a long bicycle tour, with one reason each.",
+    "Write a Python function that returns the n-th Fibonacci number, and explain it.",
+    "Summarise the causes of the French Revolution in one paragraph.",
+    "A train leaves at 9:40 and arrives at 13:05. How long is the journey? Show your steps.",
+    "Draft a polite e-mail that asks a colleague to move tomorrow's meeting to Friday.",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BenchResult:
+    """One run. Times in seconds; shares are of the time spent in steps."""
+
+    batch_size: int
+    temperature: float
+    drafter: str
+    num_output_tokens: int
+    seconds: float
+    tokens_per_second: float
+    accept_length: float
+    steps: int
+    model_share: float
+    verify_share: float
+    draft_share: float
+    outside_share: float  # neither model nor verify nor drafting
+
+
+def read_prompts(path: Path) -> list[str]:
+    """The first turns of a JSON-lines file with `turns`, `prompt` or `text` (MT-Bench, Alpaca)."""
+    prompts = []
+    for line in path.read_text().splitlines():
+        row = json.loads(line)
+        prompts.append(row["turns"][0] if "turns" in row else row.get("prompt", row.get("text")))
+    return prompts
+
+
+def run_batch(
+    engine: Engine, prompts: Sequence[str], params: SamplingParams, batch_size: int
+) -> BenchResult:
+    """Complete all `prompts`, `batch_size` at a time: one that ends is replaced by the next."""
+    assert engine.tokenizer is not None
+    todo = [
+        Request(
+            request_id=f"bench-{i}",
+            prompt_token_ids=tuple(
+                engine.tokenizer.apply_chat_template([{"role": "user", "content": prompt}])
+            ),
+            params=params,
+        )
+        for i, prompt in enumerate(prompts)
+    ]
+    before = asdict(engine.stats)
+    start = time.perf_counter()
+    while todo or engine.num_unfinished:
+        while todo and engine.num_unfinished < batch_size:
+            engine.add_request(todo.pop(0))
+        engine.step()
+    seconds = time.perf_counter() - start
+    stats = {name: value - before[name] for name, value in asdict(engine.stats).items()}
+    inside = {part: stats[f"{part}_time"] / seconds for part in ("model", "verify", "draft")}
+    return BenchResult(
+        batch_size=batch_size,
+        temperature=params.temperature,
+        drafter=engine.info.resolved.drafter,
+        num_output_tokens=stats["num_committed_tokens"],
+        seconds=seconds,
+        tokens_per_second=stats["num_committed_tokens"] / seconds,
+        accept_length=1 + stats["num_accepted_tokens"] / max(stats["num_verify_steps"], 1),
+        steps=stats["num_steps"],
+        model_share=inside["model"],
+        verify_share=inside["verify"],
+        draft_share=inside["draft"],
+        outside_share=1 - sum(inside.values()),
+    )
+
+
+def run(
+    config: EngineConfig,
+    *,
+    batch_size: int,
+    max_tokens: int = 128,
+    temperature: float = 0.0,
+    num_prompts: int | None = None,
+    prompts_file: Path | None = None,
+    ignore_eos: bool = True,
+    as_json: bool = False,
+) -> None:
+    """Load, warm up, measure and print a table (or JSON)."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from spectrue.workers.async_engine import load_engine
+
+    console = Console(stderr=as_json)
+    prompts = list(PROMPTS) if prompts_file is None else read_prompts(prompts_file)
+    wanted = num_prompts or max(len(prompts) if prompts_file else 0, batch_size)
+    prompts = [prompts[i % len(prompts)] for i in range(wanted)]
+    config = config.replace(max_num_seqs=max(config.max_num_seqs, batch_size))
+    with console.status(f"loading {config.model}"):
+        engine = load_engine(config)
+    params = SamplingParams(temperature=temperature, max_tokens=max_tokens, ignore_eos=ignore_eos)
+    with console.status("warming up"):
+        warm = SamplingParams(temperature=temperature, max_tokens=8, ignore_eos=True)
+        run_batch(engine, PROMPTS[:batch_size], warm, batch_size)
+    with console.status(f"{len(prompts)} prompts of up to {max_tokens} tokens"):
+        result = run_batch(engine, prompts, params, batch_size)
+    if as_json:
+        print(json.dumps(asdict(result) | {"model": config.name, "dtype": engine.info.dtype}))
+        return
+    resolved = engine.info.resolved
+    k = resolved.num_speculative_tokens
+    table = Table(
+        title=f"{config.name}, {engine.info.dtype}, T={temperature:g}", title_justify="left"
+    )
+    table.add_column("")
+    table.add_column("value", justify="right")
+    table.add_row("batch size", str(result.batch_size))
+    table.add_row("drafter", f"{result.drafter}, k={k}, verify {resolved.verify_method}")
+    table.add_row("output tokens", f"{result.num_output_tokens}")
+    table.add_row("tokens/s", f"{result.tokens_per_second:.1f}")
+    table.add_row("accept length", f"{result.accept_length:.3f}")
+    table.add_row("steps", f"{result.steps}, {1e3 * result.seconds / result.steps:.2f} ms each")
+    for part in ("model", "verify", "draft", "outside"):
+        table.add_row(f"time in {part}", f"{100 * getattr(result, part + '_share'):.1f} %")
+    console.print(table)

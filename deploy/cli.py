@@ -1,0 +1,232 @@
+"""`spectrue`: the command line. Ray, fastapi, pydantic and torch load inside commands only."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from spectrue.workers.config import EngineConfig, SpeculativeConfig
+from spectrue.workers.errors import SpectrueError
+
+app = typer.Typer(
+    no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__
+)
+bench = typer.Typer(no_args_is_help=True, help="Measurements.")
+app.add_typer(bench, name="bench")
+
+
+@app.callback()
+def _root() -> None:
+    """Exact speculative decoding on Ray Serve."""
+
+
+Model = Annotated[
+    str | None, typer.Option(help="A name, a folder with config.json, or a .gguf file.")
+]
+Drafter = Annotated[str | None, typer.Option(help="none, ngram or draft_model.")]
+K = Annotated[
+    int | None, typer.Option(help="k, the most draft tokens that a request gets in a step.")
+]
+DraftModel = Annotated[
+    str | None, typer.Option(help="The drafter's checkpoint; sets --drafter draft_model.")
+]
+VerifyMethod = Annotated[str | None, typer.Option(help="auto, match or rejection.")]
+DraftSampling = Annotated[str | None, typer.Option(help="auto, greedy, sampled or coupled.")]
+Reproducible = Annotated[
+    bool | None,
+    typer.Option("--reproducible/--no-reproducible", help="Text depends on the seed alone."),
+]
+DType = Annotated[str | None, typer.Option(help="auto, bfloat16, float16 or float32.")]
+MaxModelLen = Annotated[int | None, typer.Option(help="Tokens of prompt and output together.")]
+MaxNumSeqs = Annotated[int | None, typer.Option(help="Requests that run at once.")]
+CpuThreads = Annotated[int | None, typer.Option(help="Per rank.")]
+
+
+@app.command()
+def serve(
+    config: Annotated[Path | None, typer.Option(help="A YAML file like default.yaml.")] = None,
+    model: Model = None,
+    served_model_name: Annotated[str | None, typer.Option(help="What clients ask for.")] = None,
+    host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,
+    port: Annotated[int | None, typer.Option(help="Port to listen on.")] = None,
+    drafter: Drafter = None,
+    num_speculative_tokens: K = None,
+    draft_model: DraftModel = None,
+    verify_method: VerifyMethod = None,
+    draft_sampling: DraftSampling = None,
+    reproducible: Reproducible = None,
+    dtype: DType = None,
+    tp_size: Annotated[int | None, typer.Option(help="Ranks that share the model.")] = None,
+    max_model_len: MaxModelLen = None,
+    max_num_seqs: MaxNumSeqs = None,
+    cpu_threads: CpuThreads = None,
+) -> None:
+    """Serve a model over HTTP, until Ctrl-C. Flags win over SPECTRUE_* and the config file."""
+    from spectrue.deploy.config import load_config
+    from spectrue.deploy.serve_local import serve_local
+
+    speculative = {
+        "drafter": drafter,
+        "num_speculative_tokens": num_speculative_tokens,
+        "draft_model": draft_model,
+        "verify_method": verify_method,
+        "draft_sampling": draft_sampling,
+        "reproducible": reproducible,
+    }
+    engine = {
+        "model": model,
+        "served_model_name": served_model_name,
+        "dtype": dtype,
+        "tp_size": tp_size,
+        "max_model_len": max_model_len,
+        "max_num_seqs": max_num_seqs,
+        "cpu_threads": cpu_threads,
+    }
+    flags: dict[str, Any] = {"serve.host": host, "serve.port": port}
+    flags |= {f"engine.{name}": value for name, value in engine.items()}
+    flags |= {f"engine.speculative.{name}": value for name, value in speculative.items()}
+    serve_local(load_config(config, flags), Console())
+
+
+@app.command()
+def generate(
+    prompt: Annotated[str, typer.Argument(help="The text to continue, or the user's message.")],
+    chat: Annotated[
+        bool, typer.Option("--chat/--raw", help="Through the chat template, or as it is.")
+    ] = True,
+    model: Model = None,
+    max_tokens: Annotated[int, typer.Option(min=1)] = 256,
+    temperature: float = 1.0,
+    top_p: float = 1.0,
+    top_k: int = 0,
+    min_p: float = 0.0,
+    seed: int | None = None,
+    stop: Annotated[list[str] | None, typer.Option(help="May be given more than once.")] = None,
+    drafter: Drafter = None,
+    num_speculative_tokens: K = None,
+    draft_model: DraftModel = None,
+    verify_method: VerifyMethod = None,
+    draft_sampling: DraftSampling = None,
+    dtype: DType = None,
+    max_model_len: MaxModelLen = None,
+    cpu_threads: CpuThreads = None,
+) -> None:
+    """Complete one prompt in this process, without Ray, and print the text as it comes."""
+    from spectrue.deploy.generate import generate as run
+    from spectrue.workers.core import SamplingParams
+
+    config = _engine_config(
+        model,
+        drafter,
+        num_speculative_tokens,
+        draft_model,
+        verify_method=verify_method,
+        draft_sampling=draft_sampling,
+        dtype=dtype,
+        max_model_len=max_model_len,
+        cpu_threads=cpu_threads,
+    )
+    params = SamplingParams(
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        min_p=min_p,
+        seed=seed,
+        stop=tuple(stop or ()),
+    )
+    run(config, prompt, params, chat=chat, console=Console(stderr=True))
+
+
+@bench.command("engine")
+def bench_engine(
+    model: Model = None,
+    batch_size: Annotated[int, typer.Option(min=1)] = 1,
+    max_tokens: Annotated[int, typer.Option(min=1)] = 128,
+    temperature: float = 0.0,
+    num_prompts: Annotated[int | None, typer.Option(min=1)] = None,
+    prompts_file: Annotated[Path | None, typer.Option(help="JSON lines.")] = None,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos/--stop-at-eos")] = True,
+    as_json: Annotated[bool, typer.Option("--json")] = False,
+    drafter: Drafter = None,
+    num_speculative_tokens: K = None,
+    draft_model: DraftModel = None,
+    verify_method: VerifyMethod = None,
+    draft_sampling: DraftSampling = None,
+    dtype: DType = None,
+    max_model_len: MaxModelLen = None,
+    cpu_threads: CpuThreads = None,
+) -> None:
+    """The engine alone: tokens/s, accept length, and the share of time outside the model."""
+    from spectrue.deploy.bench_engine import run
+
+    config = _engine_config(
+        model,
+        drafter,
+        num_speculative_tokens,
+        draft_model,
+        verify_method=verify_method,
+        draft_sampling=draft_sampling,
+        dtype=dtype,
+        max_model_len=max_model_len,
+        cpu_threads=cpu_threads,
+    )
+    run(
+        config,
+        batch_size=batch_size,
+        max_tokens=max_tokens,
+        temperature=temperature,
+        num_prompts=num_prompts,
+        prompts_file=prompts_file,
+        ignore_eos=ignore_eos,
+        as_json=as_json,
+    )
+
+
+def _engine_config(
+    model: str | None,
+    drafter: str | None,
+    num_speculative_tokens: int | None,
+    draft_model: str | None,
+    *,
+    verify_method: str | None,
+    draft_sampling: str | None,
+    **engine: Any,
+) -> EngineConfig:
+    """Without pydantic: these commands run where only torch is installed."""
+    from spectrue.workers.model_store import DEFAULT_MODEL
+
+    if draft_model is not None and drafter is None:
+        drafter = "draft_model"
+    speculative: dict[str, Any] = {
+        "drafter": drafter,
+        "num_speculative_tokens": num_speculative_tokens,
+        "draft_model": draft_model,
+        "verify_method": verify_method,
+        "draft_sampling": draft_sampling,
+    }
+    return EngineConfig(
+        model=model or DEFAULT_MODEL,
+        speculative=SpeculativeConfig(**_given(speculative)),
+        **_given(engine),
+    )
+
+
+def _given(values: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def main() -> None:
+    try:
+        app()
+    except SpectrueError as e:
+        Console(stderr=True).print(f"error: {e}", style="red", markup=False, soft_wrap=True)
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,130 @@
+"""The ops of spectrue.kernels, each run by the backend of the platform its tensors are on.
+
+This is the only public module of the package. An op that a platform has no implementation of
+raises NotImplementedError: nothing falls back to another backend unless `use_backend` says so.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, Literal, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+
+from spectrue.kernels import reference
+from spectrue.kernels.philox import (
+    STREAM_COIN,
+    STREAM_DRAFT,
+    STREAM_DRAW,
+    STREAM_GUMBEL,
+    STREAM_RESIDUAL,
+)
+from spectrue.kernels.reference_verify import (
+    GUARD_DRAFT_ID_OUT_OF_RANGE,
+    GUARD_DRAFT_LAW_CHANGED,
+    GUARD_DRAFT_PROB_INVALID,
+    GUARD_NAMES,
+    GUARD_RESIDUAL_EMPTY,
+    GUARD_ROW_INVALID,
+    NUM_GUARDS,
+    PLACEHOLDER_TOKEN_ID,
+)
+
+__all__ = [
+    "BACKENDS",
+    "GUARD_DRAFT_ID_OUT_OF_RANGE",
+    "GUARD_DRAFT_LAW_CHANGED",
+    "GUARD_DRAFT_PROB_INVALID",
+    "GUARD_NAMES",
+    "GUARD_RESIDUAL_EMPTY",
+    "GUARD_ROW_INVALID",
+    "NUM_GUARDS",
+    "PLACEHOLDER_TOKEN_ID",
+    "STREAM_COIN",
+    "STREAM_DRAFT",
+    "STREAM_DRAW",
+    "STREAM_GUMBEL",
+    "STREAM_RESIDUAL",
+    "Platform",
+    "argmax_lowest",
+    "draw_gumbel",
+    "draw_inverse_cdf",
+    "gumbel",
+    "logsumexp_rows",
+    "platform_of",
+    "process_logits",
+    "uniform",
+    "use_backend",
+    "valid_rows",
+    "verify_match",
+    "verify_rejection",
+]
+
+Platform = Literal["cpu", "cuda", "hip"]
+P = ParamSpec("P")
+T = TypeVar("T")
+
+# backend -> op -> implementation
+BACKENDS: dict[str, dict[str, Callable[..., Any]]] = {"reference": {}, "triton": {}}
+_DEFAULT: dict[Platform, str] = {"cpu": "reference", "cuda": "triton", "hip": "triton"}
+_override: ContextVar[str | None] = ContextVar("spectrue_kernels_backend", default=None)
+
+
+@contextmanager
+def use_backend(name: str) -> Iterator[None]:
+    """Run the ops of this thread or task by one backend, whatever the platform: tests, selftest.
+
+    Raises ValueError for a backend that does not exist.
+    """
+    if name not in BACKENDS:
+        raise ValueError(f"no backend {name!r}; there are {', '.join(sorted(BACKENDS))}")
+    token = _override.set(name)
+    try:
+        yield
+    finally:
+        _override.reset(token)
+
+
+def platform_of(device: torch.device) -> Platform:
+    """torch calls AMD GPUs "cuda" too. Raises NotImplementedError for a device of another kind."""
+    if device.type == "cpu":
+        return "cpu"
+    if device.type == "cuda":
+        return "hip" if torch.version.hip else "cuda"
+    raise NotImplementedError(f"device type {device.type!r} is not supported")
+
+
+def _op(specification: Callable[P, T]) -> Callable[P, T]:
+    """The public function of an op: signature and contract are those of the reference."""
+    name = specification.__name__
+    BACKENDS["reference"][name] = specification
+
+    @functools.wraps(specification)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        tensor = next(v for v in (*args, *kwargs.values()) if isinstance(v, Tensor))
+        platform = platform_of(tensor.device)
+        backend = _override.get() or _DEFAULT[platform]
+        implementation: Callable[P, T] | None = BACKENDS[backend].get(name)
+        if implementation is None:
+            raise NotImplementedError(
+                f"{name} has no implementation on {platform} (backend {backend!r})"
+            )
+        return implementation(*args, **kwargs)
+
+    return call
+
+
+uniform = _op(reference.uniform)
+gumbel = _op(reference.gumbel)
+process_logits = _op(reference.process_logits)
+argmax_lowest = _op(reference.argmax_lowest)
+valid_rows = _op(reference.valid_rows)
+logsumexp_rows = _op(reference.logsumexp_rows)
+draw_inverse_cdf = _op(reference.draw_inverse_cdf)
+draw_gumbel = _op(reference.draw_gumbel)
+verify_match = _op(reference.verify_match)
+verify_rejection = _op(reference.verify_rejection)

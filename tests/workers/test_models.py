@@ -1,0 +1,269 @@
+"""Our models against transformers': every family, however the batch is cut and the KV scattered."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from spectrue.workers.errors import ConfigError, ModelLoadError
+from spectrue.workers.forward_batch import ForwardBatch
+from spectrue.workers.kv_cache import KVCachePool
+from spectrue.workers.models import linear
+from spectrue.workers.models.config import config_from_hf
+from spectrue.workers.models.llama import LlamaModel
+from spectrue.workers.weights import load_model
+
+from ..conftest import make_tiny_model
+
+BLOCK_SIZE = 4
+NUM_BLOCKS = 80
+TOLERANCE = {"rtol": 1e-4, "atol": 1e-4}
+
+
+@cache
+def reference(path: Path) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+
+
+@torch.no_grad()
+def reference_logits(path: Path, tokens: Tensor) -> Tensor:
+    logits: Tensor = reference(path)(tokens[None]).logits[0]
+    return logits
+
+
+class Runner:
+    """Feeds requests to a model in any pieces, with block tables scattered over the pool."""
+
+    def __init__(self, model: LlamaModel, num_requests: int, seed: int = 0) -> None:
+        self.model = model
+        generator = torch.Generator().manual_seed(seed)
+        self.kv: KVCachePool = model.new_kv_cache(NUM_BLOCKS, BLOCK_SIZE)
+        for layer in self.kv.layers:
+            layer.fill_(float("nan"))  # stale slots may hold anything
+        blocks = torch.randperm(NUM_BLOCKS, generator=generator).int()
+        self.tables = blocks[: num_requests * (NUM_BLOCKS // num_requests)].view(num_requests, -1)
+
+    def __call__(self, pieces: dict[int, tuple[int, Tensor]]) -> list[Tensor]:
+        """request -> (position of its first token, tokens); the logits of every row, by request."""
+        batch = ForwardBatch.build(
+            token_ids=[tokens for _, tokens in pieces.values()],
+            starts=[start for start, _ in pieces.values()],
+            block_tables=self.tables[list(pieces)],
+            block_size=BLOCK_SIZE,
+        )
+        logits = self.model.compute_logits(self.model.forward(batch, self.kv))
+        assert logits is not None
+        assert logits.dtype == torch.float32
+        return list(logits.split(batch.query_lens))
+
+
+def tokens_of(length: int, seed: int = 0, vocab_size: int = 128) -> Tensor:
+    return torch.randint(vocab_size, (length,), generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.fixture(params=["llama", "qwen2", "qwen3"])
+def path(request: pytest.FixtureRequest) -> Path:
+    found: Path = request.getfixturevalue(f"tiny_{request.param}")
+    return found
+
+
+def test_the_tiny_models_have_clear_margins(path: Path) -> None:
+    logits = reference_logits(path, tokens_of(64))
+    assert 0.8 < logits.std() < 3
+    top = logits.topk(2).values
+    assert (top[:, 0] - top[:, 1]).median() > 0.1
+
+
+@pytest.mark.parametrize("length", [1, 5, 16, 17, 45])
+def test_whole_prefill(path: Path, length: int) -> None:
+    tokens = tokens_of(length)
+    (logits,) = Runner(load_model(path, "float32"), 1)({0: (0, tokens)})
+    torch.testing.assert_close(logits, reference_logits(path, tokens), **TOLERANCE)
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 4, 20])
+def test_chunked_prefill_and_token_by_token(path: Path, chunk: int) -> None:
+    tokens = tokens_of(45)
+    run = Runner(load_model(path, "float32"), 1)
+    parts = [run({0: (at, tokens[at : at + chunk])})[0] for at in range(0, len(tokens), chunk)]
+    torch.testing.assert_close(torch.cat(parts), reference_logits(path, tokens), **TOLERANCE)
+
+
+def test_ragged_batch_of_prefill_decode_and_verify(path: Path) -> None:
+    lengths = [44, 10, 37, 9, 40, 44]
+    tokens = [tokens_of(n, seed=i) for i, n in enumerate(lengths)]
+    expected = [reference_logits(path, t) for t in tokens]
+    run = Runner(load_model(path, "float32"), len(lengths))
+    cuts = [0, 9, 33, 5, 20, 43]  # what is already computed: prefill, decode, verify, ...
+    for i, cut in enumerate(cuts):
+        if cut:
+            run({i: (0, tokens[i][:cut])})
+    order = [4, 1, 3, 0, 5, 2]
+    logits = run({i: (cuts[i], tokens[i][cuts[i] :]) for i in order})
+    for i, rows in zip(order, logits, strict=True):
+        torch.testing.assert_close(rows, expected[i][cuts[i] :], **TOLERANCE)
+
+
+def test_rejected_drafts_are_overwritten(tiny_llama: Path) -> None:
+    tokens = tokens_of(20)
+    run = Runner(load_model(tiny_llama, "float32"), 1)
+    run({0: (0, tokens[:10])})
+    run({0: (10, torch.cat((tokens[10:11], tokens_of(3, seed=9))))})  # three wrong drafts
+    (logits,) = run({0: (11, tokens[11:])})
+    expected = reference_logits(tiny_llama, tokens)
+    torch.testing.assert_close(logits, expected[11:], **TOLERANCE)
+
+
+def test_no_rows_and_bf16(tiny_llama: Path) -> None:
+    model = load_model(tiny_llama, "bfloat16")
+    empty = model.compute_logits(torch.empty(0, 64, dtype=torch.bfloat16))
+    assert empty is not None
+    assert empty.shape == (0, 128)
+    tokens = tokens_of(30)
+    (logits,) = Runner(model, 1)({0: (0, tokens)})
+    assert (logits - reference_logits(tiny_llama, tokens)).abs().mean() < 0.1
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("llama", {"attention_bias": True, "mlp_bias": True}),
+        ("qwen3", {"attention_bias": True}),
+        ("mistral", {"sliding_window": 64, "tie_word_embeddings": True}),
+        ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}}),
+        (
+            "llama",
+            {
+                "rope_parameters": {
+                    "rope_type": "llama3",
+                    "rope_theta": 1e4,
+                    "factor": 8.0,
+                    "low_freq_factor": 1.0,
+                    "high_freq_factor": 4.0,
+                    "original_max_position_embeddings": 64,
+                }
+            },
+        ),
+        (
+            "qwen2",
+            {
+                "rope_parameters": {
+                    "rope_type": "yarn",
+                    "rope_theta": 1e4,
+                    "factor": 4.0,
+                    "original_max_position_embeddings": 128,
+                }
+            },
+        ),
+    ],
+)
+def test_biases_and_rope_scaling(tmp_path: Path, family: str, options: dict[str, Any]) -> None:
+    make_tiny_model(tmp_path, family, **options)
+    tokens = tokens_of(45)
+    (logits,) = Runner(load_model(tmp_path, "float32"), 1)({0: (0, tokens)})
+    torch.testing.assert_close(logits, reference_logits(tmp_path, tokens), **TOLERANCE)
+
+
+def test_without_the_packing_ops(tiny_qwen2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens = tokens_of(20)
+    packed = load_model(tiny_qwen2, "float32")
+    monkeypatch.setattr(linear, "packing_ops", lambda: None)
+    plain = load_model(tiny_qwen2, "float32")
+    assert not plain.layers[0].attention.qkv.packed
+    for model in (packed, plain):
+        (logits,) = Runner(model, 1)({0: (0, tokens)})
+        torch.testing.assert_close(logits, reference_logits(tiny_qwen2, tokens), **TOLERANCE)
+
+
+def test_a_missing_packing_op_is_said(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    real = linear.packing_ops()
+    assert real is not None, "this torch lacks oneDNN's packed linear: decode is much slower"
+    monkeypatch.setattr(torch.ops, "mkldnn", object())
+    linear.packing_ops.cache_clear()
+    try:
+        assert linear.packing_ops() is None
+        assert linear.packing_ops() is None
+    finally:
+        linear.packing_ops.cache_clear()
+    assert [r.levelname for r in caplog.records] == ["WARNING"]
+
+
+def _edited(source: Path, target: Path, **changes: Any) -> Path:
+    shutil.copytree(source, target, dirs_exist_ok=True)
+    config = json.loads((target / "config.json").read_text())
+    (target / "config.json").write_text(json.dumps({**config, **changes}))
+    return target
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"model_type": "gpt2"},
+            "'gpt2' is not supported; supported: llama, mistral, qwen2, qwen3",
+        ),
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+        (
+            {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
+            "rope type 'dynamic' is not supported; supported: default, linear",
+        ),
+        ({"quantization_config": {"quant_method": "awq"}}, "quantized"),
+    ],
+)
+def test_what_is_refused(
+    tiny_llama: Path, tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ModelLoadError, match=message):
+        config_from_hf(_edited(tiny_llama, tmp_path, **changes))
+
+
+def test_an_old_rope_scaling_is_understood(tiny_llama: Path, tmp_path: Path) -> None:
+    path = _edited(tiny_llama, tmp_path)
+    config = json.loads((path / "config.json").read_text())
+    del config["rope_parameters"]
+    config |= {"rope_theta": 5000.0, "rope_scaling": {"type": "linear", "factor": 2.0}}
+    (path / "config.json").write_text(json.dumps(config))
+    read = config_from_hf(path)
+    assert (read.rope_theta, read.rope_scaling["factor"]) == (5000.0, 2.0)
+
+
+def test_a_sliding_window_limits_the_context(tmp_path: Path) -> None:
+    config = config_from_hf(make_tiny_model(tmp_path, "mistral", sliding_window=64))
+    assert config.max_context == 64
+    config.check_context(64)
+    with pytest.raises(ConfigError, match=r"max_model_len = 65 .*sliding_window is 64"):
+        config.check_context(65)
+    with pytest.raises(ConfigError, match="max_position_embeddings = 512"):
+        config.check_context(513)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_default_model_knows_berlin(dtype: str) -> None:
+    """Needs the default model: SPECTRUE_CACHE, or the network."""
+    from spectrue.workers.model_store import DEFAULT_MODEL, resolve_model
+    from spectrue.workers.tokenizer import load_tokenizer
+
+    path = resolve_model(os.environ.get("SPECTRUE_TEST_MODEL", DEFAULT_MODEL))
+    tokenizer, model = load_tokenizer(path), load_model(path, dtype)
+    question = {"role": "user", "content": "What is the capital of Germany?"}
+    fed, ids = tokenizer.apply_chat_template([question]), list[int]()
+    run, at = Runner(model, 1), 0
+    while len(ids) < 32 and not (ids and ids[-1] in tokenizer.eos_token_ids):
+        (logits,) = run({0: (at, torch.tensor(fed))})
+        at += len(fed)
+        fed = [int(logits[-1].argmax())]
+        ids += fed
+    assert "Berlin" in tokenizer.decode(ids)

@@ -1,0 +1,74 @@
+"""What a drafter is, and what it hands to verification."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from spectrue.workers.core import SchedulerOutput
+from spectrue.workers.input_buffers import InputBuffers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftLaw:
+    """The law that the drafts of `rejection` requests were drawn from, recorded at draw time.
+
+    Rows are the drafts of those requests alone, in batch order. `logits` is the engine's own
+    buffer, not a view of the draft model's output: that memory may be reused before verification
+    reads it (sglang#37134). The law is `exp(logits * inv_temperature - log_normalizer)`.
+    """
+
+    logits: Tensor  # [num_law_rows, draft_vocab] float32
+    inv_temperature: Tensor  # [num_law_rows] float32
+    log_normalizer: Tensor  # [num_law_rows] float32
+    token_probs: Tensor  # [num_law_rows] float32, of the drawn token
+    draft_index: Tensor | None = None  # [vocab] int32 target id -> draft id, -1 absent; None: same
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftProposal:
+    """Draft tokens of one step, the same on every rank; laws on rank 0 only."""
+
+    num_draft_tokens: tuple[int, ...]  # per scheduled request, at most its k
+    token_ids: Tensor  # [num_drafts] int64, flattened in batch order
+    law: DraftLaw | None = None
+
+    @staticmethod
+    def empty(plan: SchedulerOutput) -> DraftProposal:
+        return DraftProposal(
+            num_draft_tokens=(0,) * len(plan.scheduled),
+            token_ids=torch.empty(0, dtype=torch.int64),
+        )
+
+
+class Drafter(Protocol):
+    """Proposes draft tokens. Called on every rank with the same arguments.
+
+    Under `rejection` what it proposes, and how much, may depend on the committed tokens and on
+    draft laws before their draw, never on a token that was already drawn (DESIGN 4).
+    """
+
+    needs_hidden_states: bool  # of the target; a prefix hit then recomputes its last block
+
+    def propose(self, plan: SchedulerOutput, buffers: InputBuffers) -> DraftProposal:
+        """Draft up to `num_draft_tokens` tokens for each scheduled request."""
+        ...
+
+    def extend(self, plan: SchedulerOutput, buffers: InputBuffers, hidden_states: Tensor) -> None:
+        """Catch up with what the target has just computed; `hidden_states` are its rows."""
+        ...
+
+
+class NoDrafter:
+    """Plain decoding."""
+
+    needs_hidden_states = False
+
+    def propose(self, plan: SchedulerOutput, buffers: InputBuffers) -> DraftProposal:
+        return DraftProposal.empty(plan)
+
+    def extend(self, plan: SchedulerOutput, buffers: InputBuffers, hidden_states: Tensor) -> None:
+        pass

@@ -1,0 +1,193 @@
+"""The engine of one TP group: admits requests, runs steps, hands out what they produced."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections import Counter
+from dataclasses import dataclass
+
+from spectrue.workers.block_manager import BlockManager
+from spectrue.workers.config import EngineConfig
+from spectrue.workers.core import FinishReason, Request, RequestOutput, StepOutput
+from spectrue.workers.errors import EngineOverloadedError, InvalidRequestError
+from spectrue.workers.executor import Executor
+from spectrue.workers.output import OutputProcessor
+from spectrue.workers.scheduler import RequestState, RequestStatus, Scheduler
+from spectrue.workers.tokenizer import IncrementalDetokenizer, Tokenizer
+from spectrue.workers.worker import ModelInfo
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class EngineStats:
+    """Totals since the start; times in seconds."""
+
+    num_steps: int = 0
+    num_verify_steps: int = 0  # per request and step that committed tokens
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    num_committed_tokens: int = 0  # what clients got
+    draft_time: float = 0.0
+    model_time: float = 0.0
+    verify_time: float = 0.0
+
+    @property
+    def accept_length(self) -> float:
+        return 1 + self.num_accepted_tokens / max(self.num_verify_steps, 1)
+
+
+class Engine:
+    """Not thread-safe: `AsyncEngine` gives it a thread of its own.
+
+    Every accepted request ends in exactly one output with a finish_reason, from `step` or `abort`.
+    """
+
+    def __init__(
+        self, config: EngineConfig, info: ModelInfo, executor: Executor, tokenizer: Tokenizer | None
+    ) -> None:
+        self.config = config
+        self.info = info
+        self.executor = executor
+        self.tokenizer = tokenizer
+        self.blocks = BlockManager(
+            info.num_kv_blocks, config.block_size, config.enable_prefix_caching
+        )
+        self.scheduler = Scheduler(
+            self.blocks,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            recompute_last_block=info.needs_hidden_states,
+        )
+        self.processors: dict[str, OutputProcessor] = {}
+        self.stats = EngineStats()
+        self.guards: Counter[str] = Counter()
+        self._outputs: list[RequestOutput] = []  # of the step in flight
+
+    @property
+    def num_unfinished(self) -> int:
+        return len(self.processors)
+
+    def check(self, request: Request) -> None:
+        """Raise InvalidRequestError for what this model cannot do. Thread-safe."""
+        if request.request_id in self.processors:
+            raise InvalidRequestError(f"request id {request.request_id} is in use", "request_id")
+        num_prompt, limit = len(request.prompt_token_ids), self.info.max_model_len
+        if num_prompt == 0:
+            raise InvalidRequestError("the prompt is empty", "prompt")
+        if num_prompt >= limit:
+            raise InvalidRequestError(
+                f"the prompt has {num_prompt} tokens, the model's context of {limit} tokens leaves "
+                f"room for {limit - 1}",
+                "prompt",
+            )
+        vocab_size = self.info.vocab_size
+        if not all(0 <= token < vocab_size for token in request.prompt_token_ids):
+            raise InvalidRequestError(f"prompt token ids must be in [0, {vocab_size})", "prompt")
+        request.params.check_token_ids(vocab_size)
+        k, most = request.params.num_speculative_tokens, self.info.resolved.num_speculative_tokens
+        if k is not None and k > most:
+            raise InvalidRequestError(
+                f"speculative.num_speculative_tokens must be at most {most}, got {k}",
+                "speculative.num_speculative_tokens",
+            )
+
+    def add_request(self, request: Request) -> None:
+        """Accept a request, or raise InvalidRequestError or EngineOverloadedError."""
+        self.check(request)
+        if len(self.scheduler.waiting) >= self.config.max_queue_len:
+            raise EngineOverloadedError(f"{len(self.scheduler.waiting)} requests are waiting")
+        self.enqueue(request)
+
+    def enqueue(self, request: Request) -> None:
+        """Accept a request that was checked."""
+        params = request.params
+        k = self.info.resolved.num_speculative_tokens
+        if params.num_speculative_tokens is not None:
+            k = min(k, params.num_speculative_tokens)
+        state = RequestState(
+            request,
+            seed=params.seed if params.seed is not None else secrets.randbits(63),
+            max_len=min(len(request.prompt_token_ids) + params.max_tokens, self.info.max_model_len),
+            max_draft_tokens=k,
+        )
+        detokenizer = None
+        if self.tokenizer is not None:
+            detokenizer = IncrementalDetokenizer(self.tokenizer, request.prompt_token_ids)
+        self.processors[request.request_id] = OutputProcessor(
+            state, detokenizer, self.info.eos_token_ids
+        )
+        self.scheduler.add(state)
+
+    def abort(self, request_id: str) -> RequestOutput | None:
+        """End a request between steps; None if it is unknown or has ended already."""
+        processor = self.processors.pop(request_id, None)
+        if processor is None:
+            return None
+        self.scheduler.finish(processor.state)
+        return processor.end("abort")
+
+    def step(self) -> list[RequestOutput]:
+        """Run one step; outputs of the requests that committed tokens in it."""
+        if not self.processors:
+            return []
+        plan = self.scheduler.schedule()
+        states = [self.scheduler.slots[s.slot] for s in plan.scheduled]
+        step = self.executor.execute(plan)
+        self._count(step)
+        for scheduled, state, slot_output in zip(plan.scheduled, states, step.outputs, strict=True):
+            assert state is not None
+            num_computed = scheduled.num_scheduled_tokens
+            if not scheduled.samples:
+                self.scheduler.commit(
+                    state, num_computed, [], slot_output.num_draft_computed_tokens
+                )
+                continue
+            processor = self.processors[state.request.request_id]
+            kept, output = processor.process(slot_output)
+            num_computed += slot_output.num_accepted_tokens
+            self.scheduler.commit(state, num_computed, kept, slot_output.num_draft_computed_tokens)
+            if output.finish_reason is not None:
+                del self.processors[state.request.request_id]
+                self.scheduler.finish(state)
+            self.stats.num_committed_tokens += len(kept)
+            self.stats.num_verify_steps += 1
+            self.stats.num_drafts += slot_output.num_draft_tokens > 0
+            self.stats.num_draft_tokens += slot_output.num_draft_tokens
+            self.stats.num_accepted_tokens += slot_output.num_accepted_tokens
+            self._outputs.append(output)
+        if not self.processors:
+            self.check_integrity()
+        outputs, self._outputs = self._outputs, []
+        return outputs
+
+    def end_all(self, reason: FinishReason, error: str) -> list[RequestOutput]:
+        """End every request, because no further step will be run.
+
+        Includes what a step that failed half way had already produced.
+        """
+        outputs, self._outputs = self._outputs, []
+        for processor in self.processors.values():
+            self.scheduler.finish(processor.state)
+            outputs.append(processor.end(reason, error))
+        self.processors.clear()
+        return outputs
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError if queues, slots, blocks and outputs disagree. Runs when idle."""
+        self.scheduler.check_integrity()
+        live = {id(s) for s in (*self.scheduler.running, *self.scheduler.waiting)}
+        assert live == {id(p.state) for p in self.processors.values()}
+        assert all(p.state.status is not RequestStatus.FINISHED for p in self.processors.values())
+
+    def _count(self, step: StepOutput) -> None:
+        self.stats.num_steps += 1
+        self.stats.draft_time += step.draft_time
+        self.stats.model_time += step.model_time
+        self.stats.verify_time += step.verify_time
+        for guard, count in step.guards.items():
+            if guard not in self.guards:
+                logger.warning("verify guard %s fired for the first time", guard)
+            self.guards[guard] += count

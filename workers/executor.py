@@ -1,0 +1,32 @@
+"""How the engine reaches the workers. An engine under test drives a fake one."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from spectrue.workers.core import SchedulerOutput, StepOutput
+from spectrue.workers.parallel import TPGroup
+from spectrue.workers.worker import Worker
+
+
+class Executor(Protocol):
+    """Runs planned steps, on one rank or many."""
+
+    def execute(self, plan: SchedulerOutput) -> StepOutput: ...
+
+    def shutdown(self) -> None: ...
+
+
+class GroupExecutor:
+    """Rank 0 of a TP group, of one rank or more: tells the plan to the followers and takes part."""
+
+    def __init__(self, worker: Worker, group: TPGroup) -> None:
+        self.worker = worker
+        self.group = group
+
+    def execute(self, plan: SchedulerOutput) -> StepOutput:
+        self.group.broadcast_object(plan)
+        return self.worker.execute(plan)
+
+    def shutdown(self) -> None:
+        self.group.broadcast_object(None)  # followers leave their loop

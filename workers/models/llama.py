@@ -1,0 +1,133 @@
+"""Llama-like decoders (Llama, Mistral, SmolLM, Qwen2, Qwen3): fused projections, paged KV."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from spectrue.workers.attention import AttentionMetadata, paged_attention
+from spectrue.workers.forward_batch import ForwardBatch
+from spectrue.workers.kv_cache import KVCachePool
+from spectrue.workers.models.config import ModelConfig
+from spectrue.workers.models.layers import (
+    RMSNorm,
+    RowParallel,
+    VocabParallel,
+    check_shards,
+    column_parallel,
+)
+from spectrue.workers.models.rope import RotaryEmbedding, rotate_
+from spectrue.workers.parallel import TPGroup
+from spectrue.workers.weights import WeightReader
+
+
+class Attention:
+    def __init__(
+        self, config: ModelConfig, read: WeightReader, name: str, layer: int, group: TPGroup
+    ) -> None:
+        self.layer = layer
+        self.num_heads = config.num_heads // group.size
+        self.num_kv_heads = config.num_kv_heads // group.size
+        self.head_dim = config.head_dim
+        self.qkv = column_parallel(
+            read, [f"{name}.{p}_proj" for p in ("q", "k", "v")], config.qkv_bias
+        )
+        self.out = RowParallel(read, f"{name}.o_proj", config.attention_output_bias, group)
+        self.q_norm = self.k_norm = None
+        if config.qk_norm:
+            self.q_norm = RMSNorm(read, f"{name}.q_norm", config.rms_norm_eps)
+            self.k_norm = RMSNorm(read, f"{name}.k_norm", config.rms_norm_eps)
+
+    def __call__(
+        self,
+        x: Tensor,  # [num_tokens, hidden], normalised
+        residual: Tensor,  # [num_tokens, hidden]
+        rope: tuple[Tensor, Tensor],
+        batch: ForwardBatch,
+        kv_cache: KVCachePool,
+        metadata: AttentionMetadata,
+    ) -> Tensor:
+        heads, kv_heads = self.num_heads, self.num_kv_heads
+        qkv = self.qkv(x).view(-1, heads + 2 * kv_heads, self.head_dim)
+        query = qkv[:, :heads]
+        if self.q_norm is not None and self.k_norm is not None:
+            query.copy_(self.q_norm(query))
+            key = qkv[:, heads : heads + kv_heads]
+            key.copy_(self.k_norm(key))
+        rotate_(qkv[:, : heads + kv_heads], *rope)
+        kv = qkv[:, heads:].view(-1, 2, kv_heads, self.head_dim)
+        kv_cache.write(self.layer, batch.slot_mapping, kv)
+        attended = paged_attention(query, kv_cache.layers[self.layer], metadata)
+        return self.out(attended, residual)
+
+
+class MLP:
+    def __init__(self, config: ModelConfig, read: WeightReader, name: str, group: TPGroup) -> None:
+        self.size = config.intermediate_size // group.size
+        self.gate_up = column_parallel(
+            read, [f"{name}.gate_proj", f"{name}.up_proj"], config.mlp_bias
+        )
+        self.down = RowParallel(read, f"{name}.down_proj", config.mlp_bias, group)
+
+    def __call__(self, x: Tensor, residual: Tensor) -> Tensor:
+        gate, up = self.gate_up(x).split(self.size, -1)
+        return self.down(F.silu(gate).mul_(up), residual)
+
+
+class DecoderLayer:
+    def __init__(self, config: ModelConfig, read: WeightReader, layer: int, group: TPGroup) -> None:
+        name = f"model.layers.{layer}"
+        self.attention_norm = RMSNorm(read, f"{name}.input_layernorm", config.rms_norm_eps)
+        self.attention = Attention(config, read, f"{name}.self_attn", layer, group)
+        self.mlp_norm = RMSNorm(read, f"{name}.post_attention_layernorm", config.rms_norm_eps)
+        self.mlp = MLP(config, read, f"{name}.mlp", group)
+
+
+class LlamaModel:
+    """One rank's shard of a model, inference only."""
+
+    def __init__(self, config: ModelConfig, read: WeightReader, group: TPGroup) -> None:
+        check_shards(config, group.size)
+        self.config = config
+        self.dtype = read.dtype
+        self.device = read.device
+        self.num_kv_heads = config.num_kv_heads // group.size  # of this rank
+        self.vocab = VocabParallel(config, read, group)
+        self.layers = [DecoderLayer(config, read, i, group) for i in range(config.num_layers)]
+        self.norm = RMSNorm(read, "model.norm", config.rms_norm_eps)
+        self.rope = RotaryEmbedding(config, read.device)
+
+    @torch.no_grad()
+    def forward(self, batch: ForwardBatch, kv_cache: KVCachePool) -> Tensor:
+        """Write the KV of the batch; hidden states [num_tokens, hidden] after the final norm."""
+        metadata = AttentionMetadata.build(
+            batch,
+            kv_cache.block_size,
+            self.config.num_heads // self.config.num_kv_heads,
+            self.dtype,
+        )
+        rope = self.rope.tables(batch.positions)
+        x = self.vocab.embed(batch.input_ids)
+        for layer in self.layers:
+            x = layer.attention(layer.attention_norm(x), x, rope, batch, kv_cache, metadata)
+            x = layer.mlp(layer.mlp_norm(x), x)
+        return self.norm(x)
+
+    @torch.no_grad()
+    def compute_logits(
+        self,
+        hidden: Tensor,  # [rows, hidden]
+    ) -> Tensor | None:  # [rows, vocab_size] float32 on rank 0, None on the others
+        return self.vocab.logits(hidden)
+
+    def new_kv_cache(self, num_blocks: int, block_size: int) -> KVCachePool:
+        return KVCachePool(
+            self.config.num_layers,
+            num_blocks,
+            block_size,
+            self.num_kv_heads,
+            self.config.head_dim,
+            self.dtype,
+            self.device,
+        )

@@ -1,0 +1,229 @@
+"""The ranks of one TP group as Ray actors, and the group seen from the process that started them.
+
+No Ray call is in the step loop: rank 0's AsyncEngine runs it in a thread of the actor's process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from collections.abc import Awaitable, Sequence
+from contextvars import Context
+from typing import Any, TypeVar
+
+import ray
+from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from spectrue.workers.config import EngineConfig
+from spectrue.workers.core import Request, RequestOutput
+from spectrue.workers.errors import EngineDeadError, SpectrueError
+
+T = TypeVar("T")
+
+RANK_CPUS = 0.5
+NAMESPACE = "spectrue"  # rank 0 is named in it, for `spectrue serve` to ask it how loading goes
+RANK0_PREFIX = "rank0-"
+# Followers wait for a plan as long as nobody asks anything. A dead peer is noticed by its closed
+# connection and by Ray, a stuck one by rank 0's heartbeat; so this is no watchdog.
+COLLECTIVE_TIMEOUT = 30 * 86400.0  # seconds
+
+# A thread for each kind of call. Aborts share the submits' thread, which keeps their order.
+CONCURRENCY_GROUPS = {"submit": 1, "poll": 1, "control": 2, "loop": 1}
+
+
+class Rank:
+    """One rank's process. `load` or `follow` first; nothing heavy is imported before."""
+
+    def __init__(self, rank: int, config: EngineConfig) -> None:
+        self._rank = rank
+        self._config = config
+        self._engine: Any = None
+        self._progress: tuple[str, int, int] | None = None
+        cores = len(os.sched_getaffinity(0))
+        # Ray sets this to the CPUs asked for, at most 1; torch reads it when it is imported.
+        threads = config.cpu_threads or max(1, cores // config.tp_size)
+        os.environ["OMP_NUM_THREADS"] = str(threads)
+
+    def address(self) -> str:
+        """Where the ranks meet: a free port of this node."""
+        host = ray.util.get_node_ip_address()
+        with socket.socket() as s:
+            s.bind((host, 0))
+            return f"tcp://{host}:{s.getsockname()[1]}"
+
+    def load(self, address: str) -> None:
+        from spectrue.workers.async_engine import AsyncEngine
+
+        self._engine = AsyncEngine(self._config, self._join(address), self._report)
+
+    def follow(self, address: str) -> None:
+        """Returns when rank 0 shuts down."""
+        from spectrue.workers.worker import follow
+
+        follow(self._config, self._join(address))
+
+    def progress(self) -> tuple[str, int, int] | None:
+        """(what, done, total) of the loading step at hand."""
+        return self._progress
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        self._engine.submit(requests)
+
+    def abort(self, request_ids: Sequence[str]) -> None:
+        self._engine.abort(request_ids)
+
+    def poll(self, timeout: float) -> list[RequestOutput]:
+        outputs: list[RequestOutput] = self._engine.poll(timeout)
+        return outputs
+
+    def status(self) -> dict[str, object]:
+        return {**self._engine.status(), "rank0_pid": os.getpid()}
+
+    def shutdown(self) -> None:
+        self._engine.shutdown()
+
+    def _report(self, what: str, done: int, total: int) -> None:
+        self._progress = (what, done, total)
+
+    def _join(self, address: str) -> Any:
+        from spectrue.workers.parallel import TPGroup
+
+        if address.startswith("tcp://127."):
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        return TPGroup.init(self._rank, self._config.tp_size, address, timeout=COLLECTIVE_TIMEOUT)
+
+
+class RankGroup:
+    """An EngineTransport over the ranks' handles."""
+
+    def __init__(self, ranks: Sequence[Any], followers: dict[Any, int]) -> None:
+        self._ranks = ranks
+        self._followers = followers  # pending `follow` calls -> rank
+
+    async def submit(self, requests: Sequence[Request]) -> None:
+        await _answer(_call(self._ranks[0].submit, "submit", requests), 0)
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        await _answer(_call(self._ranks[0].abort, "submit", request_ids), 0)
+
+    async def poll(self, timeout: float) -> list[RequestOutput]:
+        call: Awaitable[list[RequestOutput]] = _call(self._ranks[0].poll, "poll", timeout)
+        return await _answer(call, 0)
+
+    async def status(self) -> dict[str, object]:
+        call: Awaitable[dict[str, object]] = _call(self._ranks[0].status, "control")
+        return await _answer(call, 0)
+
+    async def watch(self) -> None:
+        """Rank 0 is watched by polling it; here the others' endless calls are."""
+        if not self._followers:
+            await asyncio.Event().wait()
+        calls = [asyncio.ensure_future(_answer(c, r)) for c, r in self._followers.items()]
+        try:
+            done, _ = await asyncio.wait(calls, return_when=asyncio.FIRST_COMPLETED)
+            for call in done:
+                call.result()
+            raise EngineDeadError("a follower rank left its loop")
+        finally:
+            for call in calls:
+                call.cancel()
+
+    async def shutdown(self) -> None:
+        try:
+            await _answer(_call(self._ranks[0].shutdown, "control"), 0)
+        finally:
+            self.kill()
+
+    def kill(self) -> None:
+        for rank in self._ranks:
+            ray.kill(rank, no_restart=True)
+
+
+def start_ranks(config: EngineConfig, placement_group: Any = None) -> RankGroup:
+    """Load the model on `tp_size` actors, rank i in bundle i. Blocks until all are ready.
+
+    Raises what a rank raised while loading, or EngineDeadError naming the rank that died.
+    """
+    actor = ray.remote(concurrency_groups=CONCURRENCY_GROUPS)(Rank)
+    ranks = []
+    for rank in range(config.tp_size):
+        options: dict[str, Any] = {
+            "num_cpus": RANK_CPUS,
+            "max_restarts": 0,
+            "max_task_retries": 0,
+        }
+        if rank == 0:
+            options |= {"name": RANK0_PREFIX + os.urandom(6).hex(), "namespace": NAMESPACE}
+        if placement_group is not None:
+            options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(
+                placement_group, placement_group_bundle_index=rank
+            )
+        ranks.append(actor.options(**options).remote(rank, config))
+    group = RankGroup(ranks, {})
+    try:
+        address = _get(_call(ranks[0].address, "control"), 0)
+        loading = _call(ranks[0].load, "loop", address)
+        for rank, handle in enumerate(ranks[1:], 1):
+            group._followers[_call(handle.follow, "loop", address)] = rank
+        ready, _ = ray.wait([loading, *group._followers])
+        for call in ready:  # a follower's call ends here only by failing
+            _get(call, group._followers.get(call, 0))
+    except BaseException:
+        group.kill()
+        raise
+    return group
+
+
+def loading_progress() -> list[tuple[str, int, int]]:
+    """Of every rank 0 in this cluster: what it loads, how far it is."""
+    found = []
+    for actor in ray.util.list_named_actors(all_namespaces=True):
+        if actor["namespace"] == NAMESPACE and actor["name"].startswith(RANK0_PREFIX):
+            try:
+                handle = ray.get_actor(actor["name"], NAMESPACE)
+                step = ray.get(_call(handle.progress, "control"), timeout=5)
+            except (ValueError, RayError):  # gone meanwhile, or not there yet
+                continue
+            if step is not None:
+                found.append(step)
+    return found
+
+
+def _call(method: Any, group: str, *args: object) -> Any:
+    """In an empty context, where the call is nobody's child.
+
+    NOTE: Serve cancels the request of a client that left, and with it every call made in that
+    request's context: the abort too, which then never comes.
+    """
+    return Context().run(method.options(concurrency_group=group).remote, *args)
+
+
+def _translate(error: RayError, rank: int) -> SpectrueError:
+    if isinstance(error, RayTaskError):
+        cause = error.cause
+        if isinstance(cause, SpectrueError):
+            return cause
+        return EngineDeadError(f"rank {rank} failed: {type(cause).__name__}: {cause}")
+    if isinstance(error, RayActorError):
+        return EngineDeadError(f"rank {rank} died: {_first_line(error)}")
+    return EngineDeadError(f"rank {rank} cannot be reached: {_first_line(error)}")
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+async def _answer(call: Awaitable[T], rank: int) -> T:
+    try:
+        return await call
+    except RayError as e:
+        raise _translate(e, rank) from None
+
+
+def _get(call: Any, rank: int) -> Any:
+    try:
+        return ray.get(call)
+    except RayError as e:
+        raise _translate(e, rank) from None

@@ -1,0 +1,275 @@
+"""From the target's raw logits to committed tokens: parameters per row, then verification."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from spectrue.kernels import dispatch
+from spectrue.workers.core import TokenLogprobs
+from spectrue.workers.drafters.base import DraftProposal
+from spectrue.workers.input_buffers import InputBuffers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerifyResult:
+    """What rank 0 decided, per sampling request, in batch order."""
+
+    token_ids: list[list[int]]  # accepted drafts, then the recovered, drawn or bonus token
+    num_accepted: list[int]  # raw accepted drafts
+    invalid: list[bool]  # the walk met a row that is not a law: only the drafts before it stand
+    logprobs: list[tuple[TokenLogprobs, ...]]
+    guards: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rows:
+    """The logits rows of a step: k + 1 for each sampling request, flattened in batch order."""
+
+    slots: list[int]  # [batch]
+    num_drafts: list[int]  # [batch] k of each
+    drafts: list[list[int]]  # batch x [k]
+    slot: Tensor  # [rows] int64
+    position: Tensor  # [rows] int64, of the token that the row decides
+    starts: list[int]  # [batch] first row of each
+
+    @staticmethod
+    def build(buffers: InputBuffers, slots: list[int], drafts: list[list[int]]) -> Rows:
+        num_drafts = [len(d) for d in drafts]
+        counts = np.array(num_drafts) + 1
+        starts = np.cumsum(counts) - counts
+        offsets = np.arange(counts.sum()) - np.repeat(starts, counts)
+        num_tokens = np.array([buffers.num_tokens[slot] for slot in slots])
+        return Rows(
+            slots=slots,
+            num_drafts=num_drafts,
+            drafts=drafts,
+            slot=torch.from_numpy(np.repeat(np.array(slots), counts)),
+            position=torch.from_numpy(np.repeat(num_tokens, counts) + offsets),
+            starts=starts.tolist(),
+        )
+
+    def of(self, batch: Sequence[int]) -> Tensor:
+        """Row indices of some of the requests, [rows of those] int64."""
+        if len(batch) == len(self.slots):
+            return torch.arange(len(self.slot))
+        spans = [
+            torch.arange(self.starts[b], self.starts[b] + self.num_drafts[b] + 1) for b in batch
+        ]
+        return torch.cat(spans)
+
+
+def verify(
+    logits: Tensor,  # [rows, vocab] float32, raw
+    buffers: InputBuffers,
+    slots: list[int],  # of the sampling requests
+    drafts: list[list[int]],  # theirs
+    proposal: DraftProposal,
+) -> VerifyResult:
+    """Decide every sampling request: greedy and `match` by one walk, `rejection` by another."""
+    rows = Rows.build(buffers, slots, drafts)
+    scaled = _process(logits, buffers, rows)
+    row_valid = dispatch.valid_rows(scaled)
+    result = VerifyResult(
+        token_ids=[[] for _ in slots],
+        num_accepted=[0] * len(slots),
+        invalid=[False] * len(slots),
+        logprobs=[() for _ in slots],
+    )
+    walk = [b for b, slot in enumerate(slots) if buffers.methods[slot] != "rejection"]
+    reject = [b for b, slot in enumerate(slots) if buffers.methods[slot] == "rejection"]
+    if walk:
+        index = rows.of(walk)
+        target_token_ids = _target_tokens(scaled, buffers, rows, index)
+        output, accepted, invalid = dispatch.verify_match(
+            target_token_ids,
+            torch.tensor([t for b in walk for t in drafts[b]], dtype=torch.int64),
+            _cumulative(rows, walk),
+            row_valid[index],
+        )
+        _collect(result, walk, output, accepted, invalid)
+    if reject:
+        index = rows.of(reject)
+        output, accepted, invalid, guards = _reject(
+            scaled, row_valid, buffers, rows, reject, index, proposal
+        )
+        _collect(result, reject, output, accepted, invalid)
+        for name, count in zip(dispatch.GUARD_NAMES, guards.sum(0).tolist(), strict=True):
+            if count:
+                result.guards[name] = result.guards.get(name, 0) + count
+    if any(result.invalid):
+        result.guards["row_invalid"] = sum(result.invalid)
+    for b, slot in enumerate(slots):
+        params = buffers.request(slot).request.params
+        if params.logprobs is not None:
+            law = logits if params.logprobs_mode == "raw" else scaled
+            first = rows.starts[b]
+            result.logprobs[b] = _logprobs(
+                law[first : first + len(result.token_ids[b])], result.token_ids[b], params.logprobs
+            )
+    return result
+
+
+def _target_tokens(scaled: Tensor, buffers: InputBuffers, rows: Rows, index: Tensor) -> Tensor:
+    """The target's own token at each row of `index`: argmax, or a draw keyed by position."""
+    row_slots = rows.slot[index]
+    greedy = buffers.temperature[row_slots] == 0
+    gumbel = torch.tensor(buffers.gumbel)[row_slots]
+    token_ids = torch.empty(len(index), dtype=torch.int64)
+    for kind, chosen in (("greedy", greedy), ("gumbel", gumbel), ("uniform", ~greedy & ~gumbel)):
+        if not chosen.any():
+            continue
+        i = index if chosen.all() else index[chosen]
+        law = scaled if len(i) == len(scaled) else scaled[i]
+        slot = rows.slot[i]
+        key = buffers.seed[slot], buffers.choice[slot], rows.position[i]
+        if kind == "greedy":
+            token_ids[chosen] = dispatch.argmax_lowest(law)
+        elif kind == "gumbel":
+            token_ids[chosen] = dispatch.draw_gumbel(law, *key)
+        else:
+            uniform = dispatch.uniform(*key, dispatch.STREAM_DRAW)
+            token_ids[chosen] = dispatch.draw_inverse_cdf(law, uniform)
+    return token_ids
+
+
+def _reject(
+    scaled: Tensor,
+    row_valid: Tensor,
+    buffers: InputBuffers,
+    rows: Rows,
+    batch: list[int],
+    index: Tensor,
+    proposal: DraftProposal,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Chain rejection of the requests of `batch`; the law's rows are theirs, in the same order."""
+    draft_token_ids = torch.tensor([t for b in batch for t in rows.drafts[b]], dtype=torch.int64)
+    num_drafts = len(draft_token_ids)
+    law = proposal.law
+    assert (num_drafts == 0) or (law is not None and len(law.logits) == num_drafts)
+    empty = torch.empty(0)
+    is_draft = torch.cat([torch.arange(rows.num_drafts[b] + 1) < rows.num_drafts[b] for b in batch])
+    slot = rows.slot[index]
+    seed, choice, position = buffers.seed[slot], buffers.choice[slot], rows.position[index]
+    coins = dispatch.uniform(
+        seed[is_draft], choice[is_draft], position[is_draft], dispatch.STREAM_COIN
+    )
+    return dispatch.verify_rejection(
+        scaled if len(index) == len(scaled) else scaled[index],
+        draft_token_ids,
+        _cumulative(rows, batch),
+        draft_logits=law.logits if law is not None else empty.new_empty(0, scaled.shape[1]),
+        draft_inv_temperature=law.inv_temperature if law is not None else empty,
+        draft_log_normalizer=law.log_normalizer if law is not None else empty,
+        draft_token_probs=law.token_probs if law is not None else empty,
+        draft_index=law.draft_index if law is not None else None,
+        coins=coins,
+        uniforms=dispatch.uniform(seed, choice, position, dispatch.STREAM_DRAW),
+        row_valid=row_valid[index],
+    )
+
+
+def _cumulative(rows: Rows, batch: list[int]) -> Tensor:
+    return torch.tensor(list(accumulate(rows.num_drafts[b] for b in batch)), dtype=torch.int64)
+
+
+def _collect(
+    result: VerifyResult, batch: list[int], output: Tensor, accepted: Tensor, invalid: Tensor
+) -> None:
+    columns = zip(batch, output.tolist(), accepted.tolist(), invalid.tolist(), strict=True)
+    for b, token_ids, num_accepted, is_invalid in columns:
+        kept = num_accepted if is_invalid else num_accepted + 1
+        result.token_ids[b] = token_ids[:kept]
+        result.num_accepted[b] = num_accepted
+        result.invalid[b] = is_invalid
+
+
+def _process(logits: Tensor, buffers: InputBuffers, rows: Rows) -> Tensor:
+    """The processed logits of every row, each under its request's parameters and true prefix."""
+    penalties: list[tuple[int, int, int]] = []
+    bias: list[tuple[int, int, float]] = []
+    mask: list[tuple[int, int]] = []
+    for b, first in enumerate(rows.starts):
+        _adjust(buffers, rows.slots[b], first, rows.drafts[b], penalties, bias, mask)
+    slot = rows.slot
+    return dispatch.process_logits(
+        logits,
+        temperature=buffers.temperature[slot],
+        top_k=buffers.top_k[slot],
+        top_p=buffers.top_p[slot],
+        min_p=buffers.min_p[slot],
+        repetition=buffers.repetition_penalty[slot],
+        presence=buffers.presence_penalty[slot],
+        frequency=buffers.frequency_penalty[slot],
+        penalties=_columns(penalties),
+        bias=_columns(bias),
+        mask=_columns(mask),
+    )
+
+
+def _columns(entries: Sequence[tuple[float, ...]]) -> Any:
+    """Entries as columns, one tensor each; None if there are none."""
+    return tuple(torch.tensor(column) for column in zip(*entries, strict=True)) or None
+
+
+def _adjust(
+    buffers: InputBuffers,
+    slot: int,
+    first_row: int,
+    drafts: list[int],
+    penalties: list[tuple[int, int, int]],
+    bias: list[tuple[int, int, float]],
+    mask: list[tuple[int, int]],
+) -> None:
+    """Collect one request's penalties, biases and masks for its k + 1 rows.
+
+    Row j's prefix is the committed text and the j drafts before it, so a penalty counts them and
+    a rejected draft leaves no trace (sglang#22049).
+    """
+    request = buffers.request(slot).request
+    params = request.params
+    num_prompt = len(request.prompt_token_ids)
+    num_tokens = buffers.num_tokens[slot]
+    for j in range(len(drafts) + 1):
+        row = first_row + j
+        bias.extend((row, token, value) for token, value in params.logit_bias)
+        if num_tokens - num_prompt + j < params.min_tokens:
+            mask.extend((row, token) for token in params.stop_token_ids)
+            if not params.ignore_eos:
+                mask.extend((row, token) for token in buffers.eos_token_ids)
+    if params.repetition_penalty != 1 or params.presence_penalty or params.frequency_penalty:
+        counts = Counter(buffers.token_ids[slot, num_prompt:num_tokens].tolist())
+        for token in request.prompt_token_ids if params.repetition_penalty != 1 else ():
+            counts.setdefault(token, 0)
+        for j in range(len(drafts) + 1):
+            if j:
+                counts[drafts[j - 1]] += 1
+            penalties.extend((first_row + j, token, count) for token, count in counts.items())
+    if params.bad_words:
+        text = [*buffers.token_ids[slot, num_prompt:num_tokens].tolist(), *drafts]
+        for word in params.bad_words:
+            *head, last = word
+            for j in range(len(drafts) + 1):
+                end = num_tokens - num_prompt + j
+                if text[max(end - len(head), 0) : end] == head:
+                    mask.append((first_row + j, last))
+
+
+def _logprobs(law: Tensor, token_ids: list[int], num_top: int) -> tuple[TokenLogprobs, ...]:
+    """Of one law a token, [len(token_ids), vocab]: raw logits or processed ones."""
+    logprobs = law.float().log_softmax(-1)
+    chosen = logprobs.gather(1, torch.tensor(token_ids, dtype=torch.int64)[:, None]).squeeze(1)
+    values, ids = logprobs.topk(num_top, -1)
+    return tuple(
+        TokenLogprobs(token_id=token, logprob=p, top=tuple(zip(i, v, strict=True)))
+        for token, p, i, v in zip(
+            token_ids, chosen.tolist(), ids.tolist(), values.tolist(), strict=True
+        )
+    )

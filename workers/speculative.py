@@ -1,0 +1,133 @@
+"""The speculative step: propose, one target forward, verify, commit, refresh the drafter.
+
+Runs on every rank with the same plan. Rank 0 alone decides; what it decides is broadcast, so
+ranks cannot diverge (sglang#28815).
+"""
+
+from __future__ import annotations
+
+import time
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from spectrue.workers.core import SchedulerOutput, SlotOutput, StepOutput
+from spectrue.workers.drafters.base import Drafter, DraftProposal
+from spectrue.workers.forward_batch import ForwardBatch
+from spectrue.workers.input_buffers import InputBuffers
+from spectrue.workers.model_runner import ModelRunner
+from spectrue.workers.parallel import TPGroup
+from spectrue.workers.sampler import VerifyResult, verify
+
+
+def speculative_step(
+    plan: SchedulerOutput,
+    buffers: InputBuffers,
+    target: ModelRunner,
+    drafter: Drafter,
+    group: TPGroup,
+) -> StepOutput:
+    """Run one planned step; the tokens that it commits are the target's law, whatever is drafted.
+
+    A prefilling request takes part with no drafts, and decides a token only with its last chunk.
+    """
+    t0 = time.perf_counter()
+    buffers.apply(plan)
+
+    # Propose k tokens each, x_1 .. x_k.
+    proposal = drafter.propose(plan, buffers)
+    drafts = _split(proposal)
+    t1 = time.perf_counter()
+
+    # One target forward: the tokens that have no KV yet, then the drafts.
+    batch, rows = _target_batch(plan, buffers, drafts, target.vocab_size)
+    hidden_states = target.forward(batch)
+    logits = target.logits(hidden_states[rows])
+    t2 = time.perf_counter()
+
+    # Accept a prefix of the drafts and draw one token more, on rank 0.
+    sampling = [i for i, s in enumerate(plan.scheduled) if s.samples]
+    slots = [plan.scheduled[i].slot for i in sampling]
+    result: VerifyResult | None = None
+    if logits is not None and sampling:
+        result = verify(logits, buffers, slots, [drafts[i] for i in sampling], proposal)
+    result = group.broadcast_object(result)
+    t3 = time.perf_counter()
+
+    # Commit. KV of rejected drafts is dropped by not counting it.
+    if result is not None:
+        for slot, token_ids in zip(slots, result.token_ids, strict=True):
+            buffers.commit(slot, token_ids)
+    drafter.extend(plan, buffers, hidden_states)
+    t4 = time.perf_counter()
+    return StepOutput(
+        outputs=_outputs(plan, buffers, result, drafts),
+        guards=result.guards if result is not None else {},
+        draft_time=t1 - t0 + t4 - t3,
+        model_time=t2 - t1,
+        verify_time=t3 - t2,
+    )
+
+
+def _split(proposal: DraftProposal) -> list[list[int]]:
+    token_ids = proposal.token_ids.tolist()
+    ends = list(accumulate(proposal.num_draft_tokens))
+    return [token_ids[e - k : e] for e, k in zip(ends, proposal.num_draft_tokens, strict=True)]
+
+
+def _target_batch(
+    plan: SchedulerOutput, buffers: InputBuffers, drafts: list[list[int]], vocab_size: int
+) -> tuple[ForwardBatch, Tensor]:
+    """The forward's tensors, and its rows whose logits are needed, [rows] int64.
+
+    A draft id outside the vocabulary has no embedding: another is fed in its place, and
+    verification, which sees the id itself, rejects it.
+    """
+    token_ids, rows, end = [], [], 0
+    for s, draft in zip(plan.scheduled, drafts, strict=True):
+        first = s.num_computed_tokens
+        tokens = buffers.token_ids[s.slot, first : first + s.num_scheduled_tokens]
+        if draft:
+            fed = [t if 0 <= t < vocab_size else 0 for t in draft]
+            tokens = torch.cat([tokens, torch.tensor(fed)])
+        token_ids.append(tokens)
+        end += len(tokens)
+        if s.samples:
+            rows.append(torch.arange(end - len(draft) - 1, end))
+    batch = ForwardBatch.build(
+        token_ids=token_ids,
+        starts=[s.num_computed_tokens for s in plan.scheduled],
+        block_tables=buffers.block_tables[[s.slot for s in plan.scheduled]],
+        block_size=buffers.block_size,
+    )
+    return batch, torch.cat(rows) if rows else torch.empty(0, dtype=torch.int64)
+
+
+def _outputs(
+    plan: SchedulerOutput,
+    buffers: InputBuffers,
+    result: VerifyResult | None,
+    drafts: list[list[int]],
+) -> tuple[SlotOutput, ...]:
+    outputs, b = [], 0
+    for s, draft in zip(plan.scheduled, drafts, strict=True):
+        num_draft_computed = buffers.num_draft_computed[s.slot]
+        if result is None or not s.samples:
+            outputs.append(SlotOutput(slot=s.slot, num_draft_computed_tokens=num_draft_computed))
+            continue
+        error = "the model's logits are not a distribution (NaN, +inf or all masked)"
+        outputs.append(
+            SlotOutput(
+                slot=s.slot,
+                token_ids=tuple(result.token_ids[b]),
+                num_accepted_tokens=result.num_accepted[b],
+                num_draft_tokens=len(draft),
+                num_draft_computed_tokens=num_draft_computed,
+                logprobs=result.logprobs[b],
+                verify_method=buffers.methods[s.slot],
+                error=error if result.invalid[b] else None,
+            )
+        )
+        b += 1
+    return tuple(outputs)
