@@ -197,7 +197,7 @@ def _engine_config(
     draft_sampling: str | None,
     **engine: Any,
 ) -> EngineConfig:
-    """Without pydantic: these commands run where only torch is installed."""
+    """Without `deploy.config`, which needs pydantic and yaml."""
     from spectrue.workers.model_store import DEFAULT_MODEL
 
     if draft_model is not None and drafter is None:

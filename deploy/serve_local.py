@@ -126,6 +126,7 @@ def _start_ray(config: ServerConfig) -> None:
         logging_level=logging.ERROR,
         object_store_memory=128 * 2**20,  # only control data goes through it
     )
+    signal.signal(signal.SIGTERM, _interrupt)  # Ray put its own there, which prints a stack
     serve.start(
         proxy_location="HeadOnly",
         http_options={"host": config.serve.host, "port": config.serve.port},

@@ -200,7 +200,7 @@ def verify_rejection(
         residual = _residual(target, law, draft_index)
         mass = row_sums(residual)
         empty = ~(mass.isfinite() & (mass > 0))
-        final[rejecting] = torch.where(empty[:, None], target, residual)
+        final[rejecting] = torch.where(empty[:, None], target, residual).to(final.dtype)
         guards[rejecting, GUARD_DRAFT_PROB_INVALID] = bad.to(torch.int32)
         guards[rejecting, GUARD_DRAFT_LAW_CHANGED] = changed.to(torch.int32)
         guards[rejecting, GUARD_RESIDUAL_EMPTY] = empty.to(torch.int32)

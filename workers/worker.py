@@ -71,7 +71,7 @@ class Worker:
             reason = "the CPU computes in bf16" if fast else "the CPU has no bf16 instructions"
             decisions.append(Decision("dtype", _name(dtype), reason))
 
-        path = resolve_model(config.model, progress=progress)
+        path = resolve_model(config.model)
         model = self._load(path, dtype, progress, "target weights")
         max_model_len = config.max_model_len
         if max_model_len is None:
@@ -84,7 +84,7 @@ class Worker:
             )
         draft = None
         if config.speculative.draft_model is not None:
-            draft_path = resolve_model(config.speculative.draft_model, progress=progress)
+            draft_path = resolve_model(config.speculative.draft_model)
             draft = self._load(draft_path, dtype, progress, "draft weights")
             if draft.config.vocab_size != model.config.vocab_size:
                 raise ConfigError(

@@ -187,9 +187,8 @@ async def test_200_requests_of_which_half_disconnect(client, url):
                 chunks = [c async for c in await client.completions.create(**fields, stream=True)]
                 finished += chunks[-1].choices[0].finish_reason == "length"
             else:
-                finished += (
-                    await client.completions.create(**fields)
-                ).usage.completion_tokens == 12
+                usage = (await client.completions.create(**fields)).usage
+                finished += usage.completion_tokens == 12
         elif streams:
             async with await client.completions.create(**fields, stream=True) as stream:
                 async for _ in stream:
@@ -207,7 +206,7 @@ async def test_200_requests_of_which_half_disconnect(client, url):
     assert (finished, left) == (100, 100)
     assert after["running"] == after["waiting"] == after["kv_blocks_used"] == 0
     # Those that left were stopped, not run to their end.
-    assert after["committed_tokens"] - before < 100 * 12 + 100 * 400
+    assert after["committed_tokens"] - before < 100 * 12 + 100 * 200
 
 
 async def test_a_killed_rank_fails_its_requests_and_is_replaced(client, url):

@@ -235,6 +235,13 @@ def test_support_of_known_rows() -> None:
     ]
 
 
+@pytest.mark.parametrize(("vocab_size", "kept"), [(4, 2), (128, 96)])
+def test_top_p_that_is_reached_exactly(vocab_size: int, kept: int) -> None:
+    """The smallest set whose mass reaches it, by the short prefix and by the histogram."""
+    got = batch([Row([0.0] * vocab_size, top_p=kept / vocab_size)])
+    assert (got[0] > -INF).tolist() == [True] * kept + [False] * (vocab_size - kept)
+
+
 def test_top_p_of_one_changes_nothing() -> None:
     row = logits_of(4097, 3, ties=False, scale=30.0)
     with_it, without = batch([Row(row), Row(row, top_p=1 - 1e-6)], torch.float32)
