@@ -95,7 +95,7 @@ def test_help_loads_nothing_heavy():
 
 
 # Not pydantic: typer 0.29 needs it itself. `deploy.config` and `deploy.protocol` are what use it.
-NO_SERVING = {"ray", "fastapi", "starlette", "yaml"}
+NO_SERVING = {"ray", "fastapi", "starlette"}
 
 
 def test_bench_engine_without_ray_and_fastapi(tiny_llama):

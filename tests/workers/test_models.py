@@ -25,7 +25,10 @@ from ..conftest import make_tiny_model
 
 BLOCK_SIZE = 4
 NUM_BLOCKS = 80
-TOLERANCE = {"rtol": 1e-4, "atol": 1e-4}
+
+
+def assert_same(logits: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
 
 
 @cache
@@ -88,7 +91,7 @@ def test_the_tiny_models_have_clear_margins(path: Path) -> None:
 def test_whole_prefill(path: Path, length: int) -> None:
     tokens = tokens_of(length)
     (logits,) = Runner(load_model(path, "float32"), 1)({0: (0, tokens)})
-    torch.testing.assert_close(logits, reference_logits(path, tokens), **TOLERANCE)
+    assert_same(logits, reference_logits(path, tokens))
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 4, 20])
@@ -96,7 +99,7 @@ def test_chunked_prefill_and_token_by_token(path: Path, chunk: int) -> None:
     tokens = tokens_of(45)
     run = Runner(load_model(path, "float32"), 1)
     parts = [run({0: (at, tokens[at : at + chunk])})[0] for at in range(0, len(tokens), chunk)]
-    torch.testing.assert_close(torch.cat(parts), reference_logits(path, tokens), **TOLERANCE)
+    assert_same(torch.cat(parts), reference_logits(path, tokens))
 
 
 def test_ragged_batch_of_prefill_decode_and_verify(path: Path) -> None:
@@ -111,7 +114,7 @@ def test_ragged_batch_of_prefill_decode_and_verify(path: Path) -> None:
     order = [4, 1, 3, 0, 5, 2]
     logits = run({i: (cuts[i], tokens[i][cuts[i] :]) for i in order})
     for i, rows in zip(order, logits, strict=True):
-        torch.testing.assert_close(rows, expected[i][cuts[i] :], **TOLERANCE)
+        assert_same(rows, expected[i][cuts[i] :])
 
 
 def test_rejected_drafts_are_overwritten(tiny_llama: Path) -> None:
@@ -121,7 +124,7 @@ def test_rejected_drafts_are_overwritten(tiny_llama: Path) -> None:
     run({0: (10, torch.cat((tokens[10:11], tokens_of(3, seed=9))))})  # three wrong drafts
     (logits,) = run({0: (11, tokens[11:])})
     expected = reference_logits(tiny_llama, tokens)
-    torch.testing.assert_close(logits, expected[11:], **TOLERANCE)
+    assert_same(logits, expected[11:])
 
 
 def test_no_rows_and_bf16(tiny_llama: Path) -> None:
@@ -171,7 +174,7 @@ def test_biases_and_rope_scaling(tmp_path: Path, family: str, options: dict[str,
     make_tiny_model(tmp_path, family, **options)
     tokens = tokens_of(45)
     (logits,) = Runner(load_model(tmp_path, "float32"), 1)({0: (0, tokens)})
-    torch.testing.assert_close(logits, reference_logits(tmp_path, tokens), **TOLERANCE)
+    assert_same(logits, reference_logits(tmp_path, tokens))
 
 
 def test_without_the_packing_ops(tiny_qwen2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,7 +185,7 @@ def test_without_the_packing_ops(tiny_qwen2: Path, monkeypatch: pytest.MonkeyPat
     assert not plain.layers[0].attention.qkv.packed
     for model in (packed, plain):
         (logits,) = Runner(model, 1)({0: (0, tokens)})
-        torch.testing.assert_close(logits, reference_logits(tiny_qwen2, tokens), **TOLERANCE)
+        assert_same(logits, reference_logits(tiny_qwen2, tokens))
 
 
 def test_a_missing_packing_op_is_said(

@@ -19,7 +19,7 @@ from spectrue.workers.parallel import OBJECT_BUFFER, TPGroup
 from spectrue.workers.weights import load_model
 
 from ..conftest import make_tiny_model
-from .test_models import TOLERANCE, Runner, reference_logits, tokens_of
+from .test_models import Runner, assert_same, reference_logits, tokens_of
 
 SIZE = 2
 TIMEOUT = 60.0
@@ -113,8 +113,8 @@ def test_two_ranks_equal_one(ranks: tuple[list[Path], list[list[Any]]]) -> None:
     for path, rows in zip(*ranks, strict=True):
         for i, length in enumerate((25, 29)):
             expected = reference_logits(path, _tokens(i))
-            torch.testing.assert_close(torch.tensor(rows[i]), expected[:length], **TOLERANCE)
-            torch.testing.assert_close(torch.tensor(rows[2 + i]), expected[length:], **TOLERANCE)
+            assert_same(torch.tensor(rows[i]), expected[:length])
+            assert_same(torch.tensor(rows[2 + i]), expected[length:])
 
 
 def test_one_rank_needs_no_process_group() -> None:

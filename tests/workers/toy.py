@@ -247,9 +247,15 @@ class Setup:
 
 
 def run_step(
-    setup: Setup, prefix: Tokens, scripts: list[dict[tuple[int, int], float]]
+    setup: Setup,
+    prefix: Tokens,
+    scripts: list[dict[tuple[int, int], float]],
+    scripted: bool = True,
 ) -> list[Tokens]:
-    """What one real step commits after `prefix`, for each script of uniforms."""
+    """What one real step commits after `prefix`, for each script of uniforms.
+
+    Not `scripted`: with the real noise, one seed a row.
+    """
     rows, n = len(scripts), len(prefix)
     buffers = InputBuffers(
         max_num_seqs=rows,
@@ -293,7 +299,7 @@ def run_step(
         for i in range(rows)
     )
 
-    def scripted(seed: Tensor, choice: Tensor, position: Tensor, stream: int) -> Tensor:
+    def script(seed: Tensor, choice: Tensor, position: Tensor, stream: int) -> Tensor:
         values = [
             scripts[s].get((p, stream), 0.5)
             for s, p in zip(seed.tolist(), position.tolist(), strict=True)
@@ -306,7 +312,8 @@ def run_step(
         if len(runner.kv) < rows * per_row * BLOCK_SIZE:
             runner.kv = torch.full((rows * per_row * BLOCK_SIZE,), -1, dtype=torch.int64)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dispatch, "uniform", scripted)
+        if scripted:
+            patch.setattr(dispatch, "uniform", script)
         plan = SchedulerOutput(scheduled=prefill, new_requests=new)
         speculative_step(plan, buffers, target, drafter, TPGroup())
         step = speculative_step(

@@ -1,0 +1,128 @@
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+
+from spectrue.workers.config import SpeculativeConfig
+from spectrue.workers.core import SamplingParams
+from spectrue.workers.errors import ConfigError
+from spectrue.workers.policy import (
+    draft_mode,
+    draws_by_gumbel,
+    resolve_speculative,
+    row_method,
+    verify_path,
+)
+
+DRAFTERS = ("none", "ngram", "draft_model")
+
+
+def config(drafter: str, **options: Any) -> SpeculativeConfig:
+    draft_model = "-" if drafter == "draft_model" else None
+    return SpeculativeConfig(drafter=drafter, draft_model=draft_model, **options)  # type: ignore[arg-type]
+
+
+# (drafter, verify_method, draft_sampling, reproducible) -> (method, sampling); absent: refused.
+LEGAL = {
+    ("none", "auto", "auto", False): ("match", "greedy"),
+    ("none", "auto", "auto", True): ("match", "greedy"),
+    ("none", "auto", "greedy", False): ("match", "greedy"),
+    ("none", "auto", "greedy", True): ("match", "greedy"),
+    ("draft_model", "auto", "auto", False): ("rejection", "sampled"),
+    ("draft_model", "auto", "auto", True): ("match", "coupled"),
+    ("draft_model", "auto", "greedy", False): ("match", "greedy"),
+    ("draft_model", "auto", "greedy", True): ("match", "greedy"),
+    ("draft_model", "auto", "sampled", False): ("rejection", "sampled"),
+    ("draft_model", "auto", "sampled", True): ("match", "sampled"),
+    ("draft_model", "auto", "coupled", False): ("match", "coupled"),
+    ("draft_model", "auto", "coupled", True): ("match", "coupled"),
+    ("draft_model", "match", "auto", False): ("match", "coupled"),
+    ("draft_model", "match", "auto", True): ("match", "coupled"),
+    ("draft_model", "match", "greedy", False): ("match", "greedy"),
+    ("draft_model", "match", "greedy", True): ("match", "greedy"),
+    ("draft_model", "match", "sampled", False): ("match", "sampled"),
+    ("draft_model", "match", "sampled", True): ("match", "sampled"),
+    ("draft_model", "match", "coupled", False): ("match", "coupled"),
+    ("draft_model", "match", "coupled", True): ("match", "coupled"),
+    ("draft_model", "rejection", "auto", False): ("rejection", "sampled"),
+    ("draft_model", "rejection", "sampled", False): ("rejection", "sampled"),
+}
+for sampling, reproducible in itertools.product(("auto", "greedy"), (False, True)):
+    LEGAL["none", "match", sampling, reproducible] = ("match", "greedy")
+    for method in ("auto", "match"):
+        LEGAL["ngram", method, sampling, reproducible] = ("match", "greedy")
+
+
+@pytest.mark.parametrize("reproducible", [False, True])
+@pytest.mark.parametrize("sampling", ["auto", "greedy", "sampled", "coupled"])
+@pytest.mark.parametrize("method", ["auto", "match", "rejection"])
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_resolution(drafter: str, method: str, sampling: str, reproducible: bool) -> None:
+    """The full product: each combination resolves as written here, or is refused by name."""
+    c = config(drafter, verify_method=method, draft_sampling=sampling, reproducible=reproducible)
+    want = LEGAL.get((drafter, method, sampling, reproducible))
+    if want is None:
+        with pytest.raises(ConfigError, match=r"speculative\.(draft_sampling|verify_method|repro)"):
+            resolve_speculative(c)
+        return
+    resolved = resolve_speculative(c)
+    assert (resolved.verify_method, resolved.draft_sampling) == want
+    automatic = {d.setting: d.value for d in resolved.decisions}
+    assert ("speculative.verify_method" in automatic) == (method == "auto")
+    assert ("speculative.draft_sampling" in automatic) == (sampling == "auto")
+    assert all(d.reason for d in resolved.decisions)
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("method", ["auto", "match", "rejection"])
+@pytest.mark.parametrize("reproducible", [False, True])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("seed", [None, 3])
+def test_rows(
+    drafter: str, method: str, reproducible: bool, temperature: float, seed: int | None
+) -> None:
+    try:
+        resolved = resolve_speculative(
+            config(drafter, verify_method=method, reproducible=reproducible)
+        )
+    except ConfigError:
+        return
+    params = SamplingParams(temperature=temperature, seed=seed)
+    row = row_method(params, resolved)
+    if temperature == 0:
+        assert row == "greedy"
+        assert not draws_by_gumbel(params, resolved)
+        assert draft_mode(params, resolved) == "greedy"
+    elif seed is not None or reproducible:
+        assert row == "match"
+        assert draws_by_gumbel(params, resolved)  # whichever the drafter is
+    else:
+        assert row == resolved.verify_method
+    if row == "rejection":
+        assert draft_mode(params, resolved) == "sampled"
+        assert not draws_by_gumbel(params, resolved)
+    if draft_mode(params, resolved) == "coupled":
+        assert draws_by_gumbel(params, resolved)
+
+
+def test_only_all_greedy_is_greedy() -> None:
+    assert verify_path(all_greedy=True) == "greedy"
+    assert verify_path(all_greedy=False) == "sampling"
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        ({"num_speculative_tokens": -1}, "speculative.num_speculative_tokens"),
+        ({"num_speculative_tokens": 99}, "speculative.num_speculative_tokens"),
+        ({"ngram_min": 0}, "speculative.ngram_min"),
+        ({"ngram_min": 5}, "speculative.ngram_max"),
+        ({"drafter": "draft_model"}, "speculative.draft_model"),
+        ({"drafter": "ngram", "draft_model": "x"}, "speculative.draft_model"),
+    ],
+)
+def test_bad_settings_are_named(options: dict[str, Any], name: str) -> None:
+    with pytest.raises(ConfigError, match=name):
+        SpeculativeConfig(**options)
