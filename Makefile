@@ -1,0 +1,85 @@
+# Two commands: `make serve` runs the endpoint, `make test` runs the whole suite.
+#
+#   make serve PORT=9000 MODEL=/path/to/checkpoint CONFIG=my.yaml ARGS="--num-speculative-tokens 4"
+#   make serve TORCH_INDEX=<an index that has CPU or ROCm wheels of torch>
+#
+# Everything is installed in .venv; nothing outside this folder is touched except the model cache.
+
+PYTHON ?= python3
+PORT ?=
+MODEL ?=
+CONFIG ?=
+TORCH_INDEX ?=
+ARGS ?=
+PYTEST_ARGS ?=
+
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+INDEX := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
+
+# Ray turns token authentication on for clusters that it starts; tests start theirs on loopback.
+export RAY_AUTH_MODE ?= disabled
+export RAY_USAGE_STATS_ENABLED ?= 0
+# Threads of the suite's many small tensors shall not spin for each other on shared cores.
+TEST_ENV := OMP_WAIT_POLICY=passive
+
+.PHONY: help serve install install-test test test-slow check format clean
+
+help:
+	@sed -n '1,7p' Makefile; echo; echo "targets: serve install test test-slow check format clean"
+
+serve: install
+	@env -u RAY_AUTH_MODE $(BIN)/spectrue serve $(if $(CONFIG),--config "$(CONFIG)") \
+	  $(if $(PORT),--port $(PORT)) $(if $(MODEL),--model "$(MODEL)") $(ARGS)
+
+install: .venv/.installed
+install-test: .venv/.installed-test
+
+.venv/.created:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
+	  { echo "error: Python 3.10 or newer is needed; pass PYTHON=/path/to/python3"; exit 1; }
+	@$(PYTHON) -m venv .venv || \
+	  { rm -rf .venv; echo "error: no venv; on Debian: apt-get install python3-venv"; exit 1; }
+	@touch $@
+
+# torch comes first and alone: which build it is decides how much is downloaded.
+.venv/.torch: .venv/.created constraints.txt
+	@if ! ls /dev/nvidia0 /dev/kfd >/dev/null 2>&1 && \
+	  $(PIP) install --dry-run --quiet --report - $(INDEX) -c constraints.txt torch 2>/dev/null \
+	    | grep -q '"name": "nvidia-'; then \
+	  echo "note: this machine has no GPU, but pip finds only a CUDA build of torch (gigabytes)."; \
+	  echo "      To take another: make $(or $(MAKECMDGOALS),serve) TORCH_INDEX=<index with CPU wheels of torch>"; \
+	fi
+	@echo "Installing torch ..."
+	@$(PIP) install --quiet --progress-bar on $(INDEX) -c constraints.txt torch
+	@touch $@
+
+.venv/.installed: .venv/.torch pyproject.toml
+	@echo "Installing Spectrue and what it needs ..."
+	@$(PIP) install --quiet --progress-bar on $(INDEX) -c constraints.txt -e .
+	@touch $@
+
+.venv/.installed-test: .venv/.torch pyproject.toml
+	@echo "Installing Spectrue with its test tools ..."
+	@$(PIP) install --quiet --progress-bar on $(INDEX) -c constraints.txt -e '.[test]'
+	@touch $@ .venv/.installed
+
+test: install-test
+	$(TEST_ENV) $(BIN)/python -m pytest -m "not slow" $(PYTEST_ARGS)
+
+test-slow: install-test
+	$(TEST_ENV) $(BIN)/python -m pytest -m slow $(PYTEST_ARGS)
+
+check: install-test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	MYPYPATH=.typing $(BIN)/mypy tests
+	$(MAKE) test
+
+format: install-test
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+clean:
+	rm -rf .venv build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
