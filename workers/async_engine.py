@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from spectrue.workers.config import EngineConfig
-from spectrue.workers.core import FinishReason, Request, RequestOutput
+from spectrue.workers.core import Request, RequestOutput
 from spectrue.workers.engine import Engine
 from spectrue.workers.errors import EngineDeadError, EngineOverloadedError, InvalidRequestError
 from spectrue.workers.executor import GroupExecutor
@@ -33,8 +33,8 @@ def load_engine(
 class AsyncEngine:
     """Owns the step loop. Submits and aborts wait in a mailbox until the step in flight is done.
 
-    When the loop dies every open request gets one final error, and later calls raise
-    EngineDeadError.
+    When the loop ends, however it does, every open request gets one final output, "abort" with
+    the reason as `error`; later calls raise EngineDeadError.
     """
 
     def __init__(
@@ -84,10 +84,10 @@ class AsyncEngine:
         Raises EngineDeadError once the loop has died and everything was handed out.
         """
         with self._lock:
-            self._lock.wait_for(lambda: self._outputs or self._error or self._closing, timeout)
+            self._lock.wait_for(lambda: self._outputs or self._error, timeout)
             outputs, self._outputs = self._outputs, []
-            if not outputs:
-                self._check_alive()
+            if not outputs and self._error is not None:
+                raise EngineDeadError(self._error)
             return outputs
 
     def status(self) -> dict[str, object]:
@@ -142,11 +142,11 @@ class AsyncEngine:
                     if outputs:
                         self._outputs.extend(outputs)
                         self._lock.notify_all()
-            self._finish("abort", "the engine was shut down")
+            self._finish("the engine was shut down")
         except Exception as e:
             # Whatever broke, nobody may wait for a step that will not come.
             logger.exception("the engine loop died")
-            self._finish("error", f"the engine died: {type(e).__name__}: {e}")
+            self._finish(f"the engine died: {type(e).__name__}: {e}")
         finally:
             with contextlib.suppress(Exception):  # the followers may be what died
                 self.engine.executor.shutdown()
@@ -172,12 +172,12 @@ class AsyncEngine:
             self.engine.enqueue(self._submitted[0])
             del self._submitted[0]
 
-    def _finish(self, reason: FinishReason, message: str) -> None:
-        """Every open request, let in or still in the mailbox, gets its final output."""
+    def _finish(self, message: str) -> None:
+        """Every open request, let in or still in the mailbox, ends as aborted, with the reason."""
         with self._lock:
             self._error = message
             self._let_in()
-            self._outputs.extend(self.engine.end_all(reason, message))
+            self._outputs.extend(self.engine.end_all("abort", message))
             self._lock.notify_all()
 
     def _check_alive(self) -> None:

@@ -12,6 +12,9 @@ from torch import Tensor
 
 from spectrue.workers.errors import ConfigError
 
+# Followers wait for a plan as long as nobody asks anything. A dead peer is noticed by its closed
+# connection, a stuck one by rank 0's heartbeat: this is no watchdog.
+COLLECTIVE_TIMEOUT = 30 * 86400.0  # seconds
 OBJECT_BUFFER = 16 * 1024  # bytes: a plan that fits travels in one broadcast
 
 
@@ -29,7 +32,7 @@ class TPGroup:
         init_method: str | None = None,  # e.g. "tcp://host:port"
         *,
         backend: str = "gloo",
-        timeout: float = 60.0,  # seconds a collective waits for the other ranks
+        timeout: float = COLLECTIVE_TIMEOUT,
     ) -> TPGroup:
         if not 0 <= rank < size:
             raise ConfigError(f"tp rank must be in [0, tp_size = {size}), got {rank}")

@@ -25,9 +25,6 @@ T = TypeVar("T")
 RANK_CPUS = 0.5
 NAMESPACE = "spectrue"  # rank 0 is named in it, for `spectrue serve` to ask it how loading goes
 RANK0_PREFIX = "rank0-"
-# Followers wait for a plan as long as nobody asks anything. A dead peer is noticed by its closed
-# connection and by Ray, a stuck one by rank 0's heartbeat; so this is no watchdog.
-COLLECTIVE_TIMEOUT = 30 * 86400.0  # seconds
 
 # A thread for each kind of call. Aborts share the submits' thread, which keeps their order.
 CONCURRENCY_GROUPS = {"submit": 1, "poll": 1, "control": 2, "loop": 1}
@@ -45,6 +42,8 @@ class Rank:
         # Ray sets this to the CPUs asked for, at most 1; torch reads it when it is imported.
         threads = config.cpu_threads or max(1, cores // config.tp_size)
         os.environ["OMP_NUM_THREADS"] = str(threads)
+        # Spinning threads stop each other where cores are shared with the replica and Ray.
+        os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
     def address(self) -> str:
         """Where the ranks meet: a free port of this node."""
@@ -92,7 +91,7 @@ class Rank:
 
         if address.startswith("tcp://127."):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        return TPGroup.init(self._rank, self._config.tp_size, address, timeout=COLLECTIVE_TIMEOUT)
+        return TPGroup.init(self._rank, self._config.tp_size, address)
 
 
 class RankGroup:

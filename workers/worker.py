@@ -75,13 +75,9 @@ class Worker:
         model = self._load(path, dtype, progress, "target weights")
         max_model_len = config.max_model_len
         if max_model_len is None:
-            max_model_len = model.config.max_position_embeddings
+            max_model_len = model.config.max_context
             decisions.append(Decision("max_model_len", str(max_model_len), "the model's context"))
-        elif max_model_len > model.config.max_position_embeddings:
-            raise ConfigError(
-                f"max_model_len must be at most the model's context of "
-                f"{model.config.max_position_embeddings} tokens, got {max_model_len}"
-            )
+        model.config.check_context(max_model_len)
         draft = None
         if config.speculative.draft_model is not None:
             draft_path = resolve_model(config.speculative.draft_model)

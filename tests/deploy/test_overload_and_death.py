@@ -10,6 +10,8 @@ import time
 import pytest
 
 from spectrue.deploy.config import ServeSection
+from spectrue.deploy.streaming import EventStreamResponse
+from spectrue.workers.core import Request, SamplingParams
 from spectrue.workers.errors import EngineDeadError
 
 from .test_replica import events
@@ -30,7 +32,8 @@ def body(stream, path="/v1/completions", **more):
 class RawClient:
     """Speaks ASGI itself, so that it can hang up at any moment."""
 
-    def __init__(self, app, fields, path="/v1/completions"):
+    def __init__(self, app, fields, path="/v1/completions", slow=0.0):
+        self._slow = slow
         self.started = asyncio.Event()
         self.status = None
         self.chunks = []
@@ -65,6 +68,7 @@ class RawClient:
         if message["type"] == "http.response.start":
             self.status = message["status"]
         elif message["body"]:
+            await asyncio.sleep(self._slow)
             self.chunks.append(message["body"])
             self.started.set()
 
@@ -127,6 +131,23 @@ async def test_a_client_that_leaves_while_submitting(serve_with, fake_engine):
         assert len(engine.requests) == 1
 
 
+async def test_a_stream_that_never_starts_frees_its_requests(server):
+    engine = server.engine
+    engine.running.clear()
+    request = Request(request_id="r", prompt_token_ids=(1,), params=SamplingParams())
+    stream = await server.replica._client.submit([request])
+
+    async def body():
+        yield b"x"
+
+    async def send(message):
+        raise OSError("gone")
+
+    with pytest.raises(OSError, match="gone"):
+        await EventStreamResponse(body(), stream)({}, asyncio.Event().wait, send)
+    await until(lambda: engine.aborted == ["r"])
+
+
 async def test_finished_requests_are_not_aborted(server):
     await server.complete(n=2)
     await server.complete(n=2, stream=True)
@@ -164,7 +185,7 @@ async def test_engine_death_mid_stream_is_one_error_event(serve_with, fake_engin
 async def test_answers_leave_before_the_process_does(serve_with, fake_engine):
     engine = fake_engine(per_step=1, interval=0.02)
     async with serve_with(engine) as server:
-        client = RawClient(server.app, body(True))
+        client = RawClient(server.app, body(True), slow=0.2)
         await client.started.wait()
         engine.die("rank 0 died")
         await until(lambda: server.exits)
