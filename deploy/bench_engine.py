@@ -26,7 +26,7 @@ PROMPTS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchResult:
-    """One run. Times in seconds; shares are of the time spent in steps."""
+    """One run. Times in seconds; shares are of the whole run's."""
 
     batch_size: int
     temperature: float

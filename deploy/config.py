@@ -153,8 +153,8 @@ def _environment(environ: Mapping[str, str]) -> dict[str, str]:
     return found
 
 
-# Read elsewhere by design: the model cache's place is needed before there is a config.
-NOT_SETTINGS = frozenset({"SPECTRUE_CACHE", "SPECTRUE_CACHE_DIR", "SPECTRUE_HOME"})
+# Read elsewhere: where models are cached, and the checkpoint that slow tests run on.
+NOT_SETTINGS = frozenset({"SPECTRUE_CACHE", "SPECTRUE_TEST_MODEL"})
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:

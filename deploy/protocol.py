@@ -96,6 +96,7 @@ class SamplingBody(Body):
     min_tokens: int | None = None
     bad_words: list[str] | None = None
     include_stop_str_in_output: bool | None = None
+    logprobs_mode: Literal["raw", "processed"] | None = None
     speculative: SpeculativeOptions | None = None
 
     # accepted and ignored

@@ -1,6 +1,6 @@
 """LLMReplica: one TP group behind the OpenAI endpoints. Undecorated; `app.py` gives it to Serve.
 
-Holds no device context and imports no torch: the ranks are other processes.
+Holds no device context: models and devices are the ranks', which are other processes.
 """
 
 from __future__ import annotations

@@ -165,6 +165,7 @@ def _sampling_params(
             "ignore_eos",
             "min_tokens",
             "include_stop_str_in_output",
+            "logprobs_mode",
         )
         if (value := getattr(body, name)) is not None
     }

@@ -196,6 +196,8 @@ def _print_ready(config: ServerConfig, console: Console, seconds: float) -> None
     line(f"Spectrue serves {config.engine.name} at {url} (ready in {seconds:.0f} s)", style="bold")
     line(f"  verify method: {status['verify_method']}: {status['verify_reason']}")
     for decision in status.get("decisions", ()):
+        if decision["setting"] == "speculative.verify_method":
+            continue
         line(f"  {decision['setting']} = {decision['value']}: {decision['reason']}", style="dim")
     body = {
         "model": config.engine.name,

@@ -21,7 +21,6 @@ from spectrue.kernels.philox import (
     STREAM_DRAFT,
     STREAM_DRAW,
     STREAM_GUMBEL,
-    STREAM_RESIDUAL,
 )
 from spectrue.kernels.reference_verify import (
     GUARD_DRAFT_ID_OUT_OF_RANGE,
@@ -48,7 +47,6 @@ __all__ = [
     "STREAM_DRAFT",
     "STREAM_DRAW",
     "STREAM_GUMBEL",
-    "STREAM_RESIDUAL",
     "Platform",
     "argmax_lowest",
     "draw_gumbel",

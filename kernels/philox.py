@@ -22,9 +22,8 @@ from torch import Tensor
 # Streams: one a use, so that no two decisions at a position share a number.
 STREAM_DRAW = 0  # a plain, match or bonus draw from the target law
 STREAM_COIN = 1  # accept or reject a draft token
-STREAM_RESIDUAL = 2  # the draw after a rejection
-STREAM_DRAFT = 3  # the drafter's own draw
-STREAM_GUMBEL = 4  # noise that drafter and target share
+STREAM_DRAFT = 2  # the drafter's own draw
+STREAM_GUMBEL = 3  # noise that drafter and target share
 
 # A Gumbel uniform is an odd multiple of 2^-24, so the noise lies within these bounds.
 GUMBEL_MIN = -math.log(-math.log(2**-24))  # -2.81

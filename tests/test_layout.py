@@ -41,7 +41,7 @@ def imports(path: Path, top_level_only: bool = False) -> Iterator[str]:
 
 
 def test_kernels_is_a_namespace() -> None:
-    """With an __init__.py our folder would shadow Hugging Face's `kernels` and break transformers."""
+    """With an __init__.py our folder would shadow Hugging Face's `kernels`: transformers breaks."""
     assert not (ROOT / "kernels" / "__init__.py").exists()
     assert not (ROOT / "tests" / "kernels" / "__init__.py").exists()
 
@@ -118,7 +118,7 @@ def test_kernels_resolve_to_this_checkout() -> None:
 
 
 def test_nothing_names_the_machine_it_was_made_on() -> None:
-    """No absolute path of a developer's machine, no registry host, in anything that is committed."""
+    """No absolute path of a developer's machine and no registry host in what is committed."""
     listed = subprocess.run(
         ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False
     )

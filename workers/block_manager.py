@@ -33,11 +33,12 @@ class Block:
 class BlockTable:
     """One request's blocks in order, and the hashes of those that are full and committed."""
 
-    __slots__ = ("block_ids", "hashes")
+    __slots__ = ("block_ids", "hashes", "num_drafted")
 
     def __init__(self) -> None:
         self.block_ids: list[int] = []
         self.hashes: list[bytes] = []  # of the published prefix, one a block
+        self.num_drafted = 0  # leading blocks that have the drafter's KV
 
 
 class BlockManager:
@@ -87,7 +88,6 @@ class BlockManager:
         if recompute_last_block:
             found = found[:-1]
         drafted = True
-        num_draft_computed = 0
         for block_id, block_hash in found:
             block = self.blocks[block_id]
             if block.ref_count == 0:
@@ -96,8 +96,8 @@ class BlockManager:
             table.block_ids.append(block_id)
             table.hashes.append(block_hash)
             drafted = drafted and block.has_draft_kv
-            num_draft_computed += self.block_size * drafted
-        return len(found) * self.block_size, num_draft_computed
+            table.num_drafted += drafted
+        return len(found) * self.block_size, table.num_drafted * self.block_size
 
     def count_prefix(self, num_queried: int, num_found: int) -> None:
         self.prefix_queries += num_queried
@@ -142,11 +142,10 @@ class BlockManager:
             if block_hash not in self._cached:
                 self._cached[block_hash] = table.block_ids[i]
                 self.blocks[table.block_ids[i]].block_hash = block_hash
-        for i in range(min(len(table.hashes), num_draft_computed // size) - 1, -1, -1):
-            block = self.blocks[table.block_ids[i]]
-            if block.has_draft_kv:
-                break
-            block.has_draft_kv = True
+        num_drafted = min(len(table.hashes), num_draft_computed // size)
+        for block_id in table.block_ids[table.num_drafted : num_drafted]:
+            self.blocks[block_id].has_draft_kv = True
+        table.num_drafted = max(table.num_drafted, num_drafted)
 
     def free(self, table: BlockTable) -> None:
         """Give the table's blocks back; those with a hash stay cached until they are needed."""
@@ -161,6 +160,7 @@ class BlockManager:
                     self._free.move_to_end(block_id, last=False)
         table.block_ids.clear()
         table.hashes.clear()
+        table.num_drafted = 0
 
     def _evict(self, block: Block) -> None:
         if block.block_hash is not None:

@@ -15,6 +15,8 @@ MIN_TEMPERATURE = 1e-6  # below it a float32 logit divided by the temperature ov
 MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 1024
 MAX_STOP_STRINGS = 16
+MAX_STOP_TOKEN_IDS = 256
+MAX_BAD_WORDS = 256  # token sequences, each at most MAX_STOP_LENGTH long
 MAX_STOP_LENGTH = 256
 
 
@@ -105,7 +107,19 @@ class SamplingParams:
             f"at most {MAX_LOGIT_BIAS} entries in [-100, 100]",
             self.logit_bias,
         )
-        _check(all(self.bad_words), "bad_words", "non-empty token sequences", self.bad_words)
+        _check(
+            len(self.stop_token_ids) <= MAX_STOP_TOKEN_IDS,
+            "stop_token_ids",
+            f"at most {MAX_STOP_TOKEN_IDS} token ids",
+            f"{len(self.stop_token_ids)} ids",
+        )
+        _check(
+            len(self.bad_words) <= MAX_BAD_WORDS
+            and all(0 < len(word) <= MAX_STOP_LENGTH for word in self.bad_words),
+            "bad_words",
+            f"at most {MAX_BAD_WORDS} sequences of 1 to {MAX_STOP_LENGTH} tokens",
+            f"{len(self.bad_words)} sequences",
+        )
         _check(
             self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS,
             "logprobs",
@@ -133,6 +147,13 @@ class SamplingParams:
         for name, tokens in ids.items():
             for token in tokens:
                 _check(0 <= token < vocab_size, name, f"token ids in [0, {vocab_size})", token)
+        _check(
+            len({word[0] for word in self.bad_words if len(word) == 1} | set(self.stop_token_ids))
+            < vocab_size,
+            "stop_token_ids",
+            "such that with bad_words they leave a token to choose",
+            f"{len(self.stop_token_ids)} ids",
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

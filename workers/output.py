@@ -30,7 +30,8 @@ class OutputProcessor:
     """Finds the first stop in what a step committed.
 
     At one token the order is stop string, stop token or EOS, then length (sglang#31599): a cap
-    never hides a stop. Nothing after the stop reaches the client, its KV or its usage.
+    never hides a stop. A stop token whose text is not shown takes no part in a stop string.
+    Nothing after the stop reaches the client, its KV or its usage.
     """
 
     def __init__(
@@ -149,8 +150,8 @@ class OutputProcessor:
     def _release(self, num_output_tokens: int) -> tuple[str, str | None]:
         """Text that may go out, and the stop string that ends it, if one does.
 
-        What could be the beginning of a stop string is held back. Text of the first `min_tokens`
-        tokens goes out unsearched.
+        What could be the beginning of a stop string is held back. Text of the tokens before the
+        `min_tokens`-th goes out unsearched.
         """
         held, self.held = self.held, ""
         if num_output_tokens < self.params.min_tokens:

@@ -42,12 +42,13 @@ class Rank:
         # Ray sets this to the CPUs asked for, at most 1; torch reads it when it is imported.
         threads = config.cpu_threads or max(1, cores // config.tp_size)
         os.environ["OMP_NUM_THREADS"] = str(threads)
-        # Spinning threads stop each other where cores are shared with the replica and Ray.
-        os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
     def address(self) -> str:
-        """Where the ranks meet: a free port of this node."""
-        host = ray.util.get_node_ip_address()
+        """Where the ranks meet: a free port of this node, which STRICT_PACK gives them all.
+
+        On loopback, since plans travel as pickles that nobody else may send.
+        """
+        host = "127.0.0.1"
         with socket.socket() as s:
             s.bind((host, 0))
             return f"tcp://{host}:{s.getsockname()[1]}"
@@ -89,8 +90,7 @@ class Rank:
     def _join(self, address: str) -> Any:
         from spectrue.workers.parallel import TPGroup
 
-        if address.startswith("tcp://127."):
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
         return TPGroup.init(self._rank, self._config.tp_size, address)
 
 

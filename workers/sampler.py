@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -10,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from spectrue.kernels import dispatch
@@ -95,6 +95,9 @@ def verify(
             row_valid[index],
         )
         _collect(result, walk, output, accepted, invalid)
+        bad_ids = sum(_met_bad_id(drafts[b], result.num_accepted[b], logits.shape[1]) for b in walk)
+        if bad_ids:
+            result.guards[dispatch.GUARD_NAMES[dispatch.GUARD_DRAFT_ID_OUT_OF_RANGE]] = bad_ids
     if reject:
         index = rows.of(reject)
         output, accepted, invalid, guards = _reject(
@@ -115,6 +118,11 @@ def verify(
                 law[first : first + len(result.token_ids[b])], result.token_ids[b], params.logprobs
             )
     return result
+
+
+def _met_bad_id(drafts: list[int], num_accepted: int, vocab_size: int) -> bool:
+    """Whether the draft that the walk stopped at is no token at all."""
+    return num_accepted < len(drafts) and not 0 <= drafts[num_accepted] < vocab_size
 
 
 def _target_tokens(scaled: Tensor, buffers: InputBuffers, rows: Rows, index: Tensor) -> Tensor:
@@ -193,11 +201,10 @@ def _collect(
 
 def _process(logits: Tensor, buffers: InputBuffers, rows: Rows) -> Tensor:
     """The processed logits of every row, each under its request's parameters and true prefix."""
-    penalties: list[tuple[int, int, int]] = []
-    bias: list[tuple[int, int, float]] = []
-    mask: list[tuple[int, int]] = []
-    for b, first in enumerate(rows.starts):
-        _adjust(buffers, rows.slots[b], first, rows.drafts[b], penalties, bias, mask)
+    edits = _Edits()
+    for b, first, drafts in zip(rows.slots, rows.starts, rows.drafts, strict=True):
+        _penalise(edits, buffers, b, first, drafts, logits.shape[1])
+        _mask(edits, buffers, b, first, drafts)
     slot = rows.slot
     return dispatch.process_logits(
         logits,
@@ -208,58 +215,87 @@ def _process(logits: Tensor, buffers: InputBuffers, rows: Rows) -> Tensor:
         repetition=buffers.repetition_penalty[slot],
         presence=buffers.presence_penalty[slot],
         frequency=buffers.frequency_penalty[slot],
-        penalties=_columns(penalties),
-        bias=_columns(bias),
-        mask=_columns(mask),
+        penalties=edits.penalties_columns(),
+        bias=_columns(edits.bias),
+        mask=_columns(edits.mask),
     )
 
 
+@dataclass(slots=True)
+class _Edits:
+    """Single logits to change before temperature and cuts, as (row, token, ...) entries."""
+
+    penalties: list[tuple[int, NDArray[np.int64], NDArray[np.int64]]] = field(default_factory=list)
+    bias: list[tuple[int, int, float]] = field(default_factory=list)
+    mask: list[tuple[int, int]] = field(default_factory=list)
+
+    def penalties_columns(self) -> tuple[Tensor, Tensor, Tensor] | None:
+        """(row, token, count in the output), one entry for each distinct token of the text."""
+        if not self.penalties:
+            return None
+        rows, tokens, counts = zip(*self.penalties, strict=True)
+        row = np.repeat(np.array(rows), [len(t) for t in tokens])
+        columns = row, np.concatenate(tokens), np.concatenate(counts)
+        return tuple(torch.from_numpy(c) for c in columns)  # type: ignore[return-value]
+
+
 def _columns(entries: Sequence[tuple[float, ...]]) -> Any:
-    """Entries as columns, one tensor each; None if there are none."""
     return tuple(torch.tensor(column) for column in zip(*entries, strict=True)) or None
 
 
-def _adjust(
+def _penalise(
+    edits: _Edits,
     buffers: InputBuffers,
     slot: int,
     first_row: int,
     drafts: list[int],
-    penalties: list[tuple[int, int, int]],
-    bias: list[tuple[int, int, float]],
-    mask: list[tuple[int, int]],
+    vocab_size: int,
 ) -> None:
-    """Collect one request's penalties, biases and masks for its k + 1 rows.
+    """Row j's text is the committed one and the j drafts before it.
 
-    Row j's prefix is the committed text and the j drafts before it, so a penalty counts them and
-    a rejected draft leaves no trace (sglang#22049).
+    So penalties count drafts that the walk may accept, and a rejected one leaves no trace
+    (sglang#22049).
     """
     request = buffers.request(slot).request
     params = request.params
+    if params.repetition_penalty == 1 and not params.presence_penalty + params.frequency_penalty:
+        return
+    text = buffers.token_ids[slot, : buffers.num_tokens[slot]].numpy()
     num_prompt = len(request.prompt_token_ids)
-    num_tokens = buffers.num_tokens[slot]
+    counts = np.bincount(text[num_prompt:], minlength=vocab_size)
+    seen = counts > 0
+    if params.repetition_penalty != 1:
+        seen[text[:num_prompt]] = True
+    for j in range(len(drafts) + 1):
+        if j and 0 <= drafts[j - 1] < vocab_size:  # another one is rejected: no row after it counts
+            counts[drafts[j - 1]] += 1
+            seen[drafts[j - 1]] = True
+        tokens = np.flatnonzero(seen)
+        edits.penalties.append((first_row + j, tokens, counts[tokens]))
+
+
+def _mask(
+    edits: _Edits, buffers: InputBuffers, slot: int, first_row: int, drafts: list[int]
+) -> None:
+    request = buffers.request(slot).request
+    params = request.params
+    num_output = buffers.num_tokens[slot] - len(request.prompt_token_ids)
     for j in range(len(drafts) + 1):
         row = first_row + j
-        bias.extend((row, token, value) for token, value in params.logit_bias)
-        if num_tokens - num_prompt + j < params.min_tokens:
-            mask.extend((row, token) for token in params.stop_token_ids)
+        edits.bias.extend((row, token, value) for token, value in params.logit_bias)
+        if num_output + j < params.min_tokens:
+            edits.mask.extend((row, token) for token in params.stop_token_ids)
             if not params.ignore_eos:
-                mask.extend((row, token) for token in buffers.eos_token_ids)
-    if params.repetition_penalty != 1 or params.presence_penalty or params.frequency_penalty:
-        counts = Counter(buffers.token_ids[slot, num_prompt:num_tokens].tolist())
-        for token in request.prompt_token_ids if params.repetition_penalty != 1 else ():
-            counts.setdefault(token, 0)
+                edits.mask.extend((row, token) for token in buffers.eos_token_ids)
+    if not params.bad_words:
+        return
+    end = buffers.num_tokens[slot]
+    text = [*buffers.token_ids[slot, end - num_output : end].tolist(), *drafts]
+    for *head, last in params.bad_words:
         for j in range(len(drafts) + 1):
-            if j:
-                counts[drafts[j - 1]] += 1
-            penalties.extend((first_row + j, token, count) for token, count in counts.items())
-    if params.bad_words:
-        text = [*buffers.token_ids[slot, num_prompt:num_tokens].tolist(), *drafts]
-        for word in params.bad_words:
-            *head, last = word
-            for j in range(len(drafts) + 1):
-                end = num_tokens - num_prompt + j
-                if text[max(end - len(head), 0) : end] == head:
-                    mask.append((first_row + j, last))
+            end = num_output + j
+            if text[max(end - len(head), 0) : end] == head:
+                edits.mask.append((first_row + j, last))
 
 
 def _logprobs(law: Tensor, token_ids: list[int], num_top: int) -> tuple[TokenLogprobs, ...]:

@@ -60,10 +60,15 @@ class Worker:
         decisions.extend(self.resolved.decisions)
         if config.device == "cuda":
             raise ConfigError("device: cuda is not supported by this version, use cpu")
+        if config.device == "auto":
+            reason = "this version computes on CPUs only"
+            decisions.append(Decision("device", "cpu", reason))
         threads = config.cpu_threads
         if threads is None:
             threads = max(1, (os.cpu_count() or 1) // config.tp_size)
-            decisions.append(Decision("cpu_threads", str(threads), "the machine's cores per rank"))
+            decisions.append(
+                Decision("cpu_threads", str(threads), "the machine's cores, shared by the ranks")
+            )
         torch.set_num_threads(threads)
         dtype = resolve_dtype(config.dtype)
         if config.dtype == "auto":
@@ -76,7 +81,6 @@ class Worker:
         max_model_len = config.max_model_len
         if max_model_len is None:
             max_model_len = model.config.max_context
-            decisions.append(Decision("max_model_len", str(max_model_len), "the model's context"))
         model.config.check_context(max_model_len)
         draft = None
         if config.speculative.draft_model is not None:
@@ -173,6 +177,8 @@ def _size_pool(
             Decision("num_kv_blocks", str(num_blocks), f"kv_cache_bytes / {per_block} a block")
         )
     if num_blocks >= needed:
+        if config.max_model_len is None:
+            decisions.append(Decision("max_model_len", str(max_model_len), "the model's context"))
         return num_blocks, max_model_len
     fits = num_blocks * config.block_size
     if config.max_model_len is not None or fits == 0:

@@ -11,8 +11,13 @@ import torch
 
 from spectrue.workers.async_engine import load_engine
 from spectrue.workers.config import EngineConfig, SpeculativeConfig
-from spectrue.workers.core import FinishReason, Request, RequestOutput, SamplingParams
-from spectrue.workers.core import TokenLogprobs
+from spectrue.workers.core import (
+    FinishReason,
+    Request,
+    RequestOutput,
+    SamplingParams,
+    TokenLogprobs,
+)
 from spectrue.workers.engine import Engine
 
 torch.set_num_threads(1)  # on tensors this small a second thread only waits
@@ -70,9 +75,7 @@ def make_engine(
     )
 
 
-def make_request(
-    name: str, prompt: Sequence[int], choice: int = 0, **params: Any
-) -> Request:
+def make_request(name: str, prompt: Sequence[int], choice: int = 0, **params: Any) -> Request:
     return Request(
         request_id=name,
         prompt_token_ids=tuple(prompt),

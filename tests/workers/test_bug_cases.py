@@ -66,13 +66,13 @@ def test_histogram_of_the_first_tokens_is_the_law(config: SpeculativeConfig, see
     outputs = toy.run_step(setup, setup.prompt, [{}] * n, scripted=False)
     first = Counter(tokens[0] for tokens in outputs)
     law = setup.target_law(setup.prompt)
-    assert chi_square(first, {t: p for t, p in enumerate(law)}, n) > 1e-4
+    assert chi_square(first, dict(enumerate(law)), n) > 1e-4
     # The second, of those steps that had one: the law after the first, not another.
     for token in first:
         second = Counter(t[1] for t in outputs if t[0] == token and len(t) > 1)
         if sum(second.values()) > 500:
             law = setup.target_law((*setup.prompt, token))
-            p = chi_square(second, {t: p for t, p in enumerate(law)}, sum(second.values()))
+            p = chi_square(second, dict(enumerate(law)), sum(second.values()))
             assert p > 1e-4
 
 
@@ -210,7 +210,9 @@ def test_a_bad_row_ends_its_request_alone(
     tiny_llama: Path, drafter: str, bad: float | str, temperature: float
 ) -> None:
     """vllm#45060, vllm#21876: NaN logits became token 8191 or an id out of the vocabulary."""
-    requests = [make_request(f"r{i}", p, temperature=temperature, seed=i) for i, p in enumerate(PROMPTS)]
+    requests = [
+        make_request(f"r{i}", p, temperature=temperature, seed=i) for i, p in enumerate(PROMPTS)
+    ]
     want = complete(make_engine(tiny_llama), *requests)
     engine = make_engine(tiny_llama, drafter)
     worker = worker_of(engine)
@@ -265,7 +267,9 @@ def test_parameters_count_drafts_as_text(
         for i, p in enumerate(PROMPTS)
     ]
     want = complete(plain, *requests)
-    without = complete(plain, *[make_request(f"r{i}", p, temperature=0.0) for i, p in enumerate(PROMPTS)])
+    without = complete(
+        plain, *[make_request(f"r{i}", p, temperature=0.0) for i, p in enumerate(PROMPTS)]
+    )
     assert [c.token_ids for c in want] != [c.token_ids for c in without]
     got = complete(make_engine(tiny_llama, drafter, 4, tiny_llama), *requests)
     # Raw logprobs say nothing of a tie after penalties: these prompts have none.
@@ -336,7 +340,9 @@ def test_logprobs_are_normalised(tiny_llama: Path) -> None:
 def test_a_stop_inside_an_accepted_block_stops_there(tiny_llama: Path, drafter: str) -> None:
     """transformers#47912: any greedily produced token, declared a stop, ends the text at itself."""
     engine = make_engine(tiny_llama, drafter, 4, tiny_llama)
-    (free,) = complete(make_engine(tiny_llama), make_request("r", LOOP, temperature=0.0, ignore_eos=True))
+    (free,) = complete(
+        make_engine(tiny_llama), make_request("r", LOOP, temperature=0.0, ignore_eos=True)
+    )
     for i, token in enumerate(free.token_ids):
         if token in free.token_ids[:i]:
             continue

@@ -26,9 +26,7 @@ def other_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def plain_greedy(tiny_llama: Path) -> list[Completion]:
     engine = make_engine(tiny_llama)
-    return [
-        complete(engine, make_request("r", p, temperature=0.0, logprobs=2))[0] for p in PROMPTS
-    ]
+    return [complete(engine, make_request("r", p, temperature=0.0, logprobs=2))[0] for p in PROMPTS]
 
 
 @pytest.mark.parametrize("k", range(6))
@@ -58,8 +56,7 @@ def test_seeded_text_depends_on_the_seed_alone(
     """Not on the drafter, k, or who else is in the batch (sglang#33395, vllm#52522)."""
     plain = make_engine(tiny_llama)
     requests = [
-        make_request(f"r{i}", p, seed=11 + i, choice=i % 2, **params)
-        for i, p in enumerate(PROMPTS)
+        make_request(f"r{i}", p, seed=11 + i, choice=i % 2, **params) for i, p in enumerate(PROMPTS)
     ]
     want = [complete(plain, r)[0] for r in requests]
     assert len({tuple(w.token_ids) for w in want}) == len(want)
@@ -122,7 +119,10 @@ def test_a_drafter_equal_to_the_target_is_always_accepted(
     for i in range(4):
         complete(
             engine,
-            *[make_request(f"{i}-{j}", p, ignore_eos=True, **params) for j, p in enumerate(PROMPTS)],
+            *[
+                make_request(f"{i}-{j}", p, ignore_eos=True, **params)
+                for j, p in enumerate(PROMPTS)
+            ],
         )
     stats = engine.stats
     assert stats.num_draft_tokens > 100
@@ -171,10 +171,14 @@ def test_draft_kv_follows_the_prefix_cache(tiny_llama: Path) -> None:
 def test_random_aborts_lose_nothing(tiny_llama: Path, other_llama: Path) -> None:
     """Joins, leaves and reorders between steps: who stays gets the text it would get alone."""
     rng = random.Random(0)
-    engine = make_engine(tiny_llama, "draft_model", 3, other_llama, num_kv_blocks=40, max_model_len=80)
+    engine = make_engine(
+        tiny_llama, "draft_model", 3, other_llama, num_kv_blocks=40, max_model_len=80
+    )
     plain = make_engine(tiny_llama)
     requests = {
-        f"r{i}": make_request(f"r{i}", rng.choice(PROMPTS), temperature=rng.choice([0.0, 1.0]), seed=i)
+        f"r{i}": make_request(
+            f"r{i}", rng.choice(PROMPTS), temperature=rng.choice([0.0, 1.0]), seed=i
+        )
         for i in range(40)
     }
     done = {name: Completion(name) for name in requests}

@@ -15,6 +15,7 @@ from spectrue.workers.config import SpeculativeConfig
 from spectrue.workers.core import SamplingParams, SchedulerOutput
 from spectrue.workers.drafters.base import Drafter, DraftLaw, DraftProposal
 from spectrue.workers.input_buffers import InputBuffers
+
 from .toy import Setup, joint_law, output_law, total_variation
 
 TOLERANCE = 1e-5  # float32 against float64; a biased step is off by 1e-2
@@ -141,9 +142,7 @@ def test_fault_argmax_draft_with_a_softmax_law(monkeypatch: pytest.MonkeyPatch) 
         prob = drawn.logits.gather(1, token_ids[:, None]).squeeze(1) - drawn.log_normalizer
         return replace(drawn, token_ids=token_ids, token_probs=prob.exp())
 
-    monkeypatch.setattr(
-        "spectrue.workers.drafters.draft_model.sample_draft_proposal", argmax_draw
-    )
+    monkeypatch.setattr("spectrue.workers.drafters.draft_model.sample_draft_proposal", argmax_draw)
     assert total_variation(output_law(setup), joint_law(setup)) > FAULT
 
 
@@ -151,9 +150,7 @@ def test_fault_illegal_draft_dropped_under_rejection() -> None:
     def illegal(proposal: DraftProposal, row: int, slot: int) -> bool:
         return int(proposal.token_ids[row]) == 2
 
-    setup = make(
-        "rejection", {"bad_words": ((2,),)}, wrap=lambda drafter: Faulty(drafter, illegal)
-    )
+    setup = make("rejection", {"bad_words": ((2,),)}, wrap=lambda drafter: Faulty(drafter, illegal))
     assert total_variation(output_law(setup), joint_law(setup)) > FAULT
 
 
@@ -192,14 +189,14 @@ def test_fault_penalties_that_ignore_drafts(monkeypatch: pytest.MonkeyPatch) -> 
     """sglang's relaxed penalties (sglang#22049): one vector for all rows of a step."""
     from spectrue.workers import sampler
 
-    adjust = sampler._adjust
+    penalise = sampler._penalise
 
     def relaxed(
-        buffers: InputBuffers, slot: int, first: int, drafts: list[int], *lists: Any
+        edits: Any, buffers: InputBuffers, slot: int, first: int, drafts: list[int], vocab: int
     ) -> None:
         for j in range(len(drafts) + 1):
-            adjust(buffers, slot, first + j, [], *lists)
+            penalise(edits, buffers, slot, first + j, [], vocab)
 
-    monkeypatch.setattr(sampler, "_adjust", relaxed)
+    monkeypatch.setattr(sampler, "_penalise", relaxed)
     setup = make("match-sampled", {"frequency_penalty": 2.0})
     assert total_variation(output_law(setup), joint_law(setup)) > FAULT

@@ -6,7 +6,6 @@ import itertools
 from pathlib import Path
 from typing import Any
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -34,16 +33,12 @@ def ids(text: str) -> list[int]:
 def run(blocks: list[str], **params: Any) -> tuple[str, list[RequestOutput], RequestState]:
     """Process blocks of letters ("$" is EOS) until one stops."""
     params = {"max_tokens": 100, **params}
-    request = Request(
-        request_id="r", prompt_token_ids=(1,), params=SamplingParams(**params)
-    )
+    request = Request(request_id="r", prompt_token_ids=(1,), params=SamplingParams(**params))
     state = RequestState(request, seed=0, max_len=1 + params["max_tokens"], max_draft_tokens=8)
     processor = OutputProcessor(state, Letters(), [EOS])  # type: ignore[arg-type]
     outputs = []
     for block in blocks:
-        slot = SlotOutput(
-            slot=0, token_ids=tuple(ids(block)), num_accepted_tokens=len(block) - 1
-        )
+        slot = SlotOutput(slot=0, token_ids=tuple(ids(block)), num_accepted_tokens=len(block) - 1)
         kept, output = processor.process(slot)
         state.token_ids += kept
         outputs.append(output)
@@ -126,9 +121,7 @@ def test_length_cuts_the_block() -> None:
 
 
 def test_an_error_keeps_what_was_accepted() -> None:
-    request = Request(
-        request_id="r", prompt_token_ids=(1,), params=SamplingParams(max_tokens=9)
-    )
+    request = Request(request_id="r", prompt_token_ids=(1,), params=SamplingParams(max_tokens=9))
     state = RequestState(request, seed=0, max_len=10, max_draft_tokens=8)
     processor = OutputProcessor(state, Letters(), [EOS])  # type: ignore[arg-type]
     kept, output = processor.process(SlotOutput(slot=0, token_ids=(1, 2), error="NaN"))

@@ -25,14 +25,10 @@ def make_state(
         prompt_token_ids=tuple(prompt),
         params=SamplingParams(max_tokens=max_tokens),
     )
-    return RequestState(
-        request, seed=0, max_len=len(prompt) + max_tokens, max_draft_tokens=k
-    )
+    return RequestState(request, seed=0, max_len=len(prompt) + max_tokens, max_draft_tokens=k)
 
 
-def run_step(
-    scheduler: Scheduler, plan: SchedulerOutput, accept: int = 0, token: int = 7
-) -> None:
+def run_step(scheduler: Scheduler, plan: SchedulerOutput, accept: int = 0, token: int = 7) -> None:
     """What the engine does with a plan, for workers that accept `accept` drafts."""
     for s in plan.scheduled:
         state = scheduler.slots[s.slot]
@@ -138,9 +134,7 @@ def test_random_sequences(seed: int) -> None:
     block_size = rng.choice([1, 2, 4, 16])
     longest = 48
     scheduler = Scheduler(
-        BlockManager(
-            -(-longest // block_size) + rng.randint(0, 8), block_size, rng.random() < 0.8
-        ),
+        BlockManager(-(-longest // block_size) + rng.randint(0, 8), block_size, rng.random() < 0.8),
         max_num_seqs=rng.randint(1, 6),
         max_num_batched_tokens=rng.randint(6, 40),
         recompute_last_block=rng.random() < 0.3,

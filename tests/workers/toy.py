@@ -24,8 +24,13 @@ from torch import Tensor
 
 from spectrue.kernels import dispatch
 from spectrue.workers.config import SpeculativeConfig
-from spectrue.workers.core import NewRequest, Request, SamplingParams, ScheduledRequest
-from spectrue.workers.core import SchedulerOutput
+from spectrue.workers.core import (
+    NewRequest,
+    Request,
+    SamplingParams,
+    ScheduledRequest,
+    SchedulerOutput,
+)
 from spectrue.workers.drafters.base import Drafter, NoDrafter
 from spectrue.workers.drafters.draft_model import DraftModelDrafter
 from spectrue.workers.drafters.ngram import NgramDrafter, lookup
@@ -137,8 +142,7 @@ def intervals(law: Law) -> list[tuple[int, float, float]]:
     ends = np.cumsum(law) / law.sum()
     starts = np.concatenate([[0], ends[:-1]])
     return [
-        (t, float(starts[t] + ends[t]) / 2, float(ends[t] - starts[t]))
-        for t in np.flatnonzero(law)
+        (t, float(starts[t] + ends[t]) / 2, float(ends[t] - starts[t])) for t in np.flatnonzero(law)
     ]
 
 
@@ -172,19 +176,19 @@ class Setup:
             return NgramDrafter(self.config.ngram_min, self.config.ngram_max, group)
         runner: Any = self.draft
         return self.wrap(
-            DraftModelDrafter(runner, group, max_num_seqs=rows, k=self.k, max_num_tokens=64)
+            DraftModelDrafter(runner, group, max_num_seqs=rows, k=self.k, max_num_tokens=64 * rows)
         )
 
     # -- every way in which the uniforms of one step can fall -------------------------------
 
-    def drafts(self, prefix: Tokens) -> Iterator[tuple[Tokens, dict[tuple[int, int], float], float]]:
+    def drafts(
+        self, prefix: Tokens
+    ) -> Iterator[tuple[Tokens, dict[tuple[int, int], float], float]]:
         """(drafts, uniforms by (position, stream), probability)."""
         if self.config.drafter == "none":
             yield (), {}, 1.0
         elif self.config.drafter == "ngram":
-            found = lookup(
-                np.array(prefix), self.k, self.config.ngram_min, self.config.ngram_max
-            )
+            found = lookup(np.array(prefix), self.k, self.config.ngram_min, self.config.ngram_max)
             yield tuple(found), {}, 1.0
         elif self.resolved.draft_sampling == "greedy" or self.params.greedy:
             drafts: Tokens = ()
@@ -269,9 +273,7 @@ def run_step(
     new = tuple(
         NewRequest(
             slot=i,
-            request=Request(
-                request_id=str(i), prompt_token_ids=setup.prompt, params=setup.params
-            ),
+            request=Request(request_id=str(i), prompt_token_ids=setup.prompt, params=setup.params),
             seed=i,
             output_token_ids=prefix[len(setup.prompt) :],
         )

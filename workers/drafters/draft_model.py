@@ -27,7 +27,7 @@ class DraftModelDrafter:
     ) -> None:
         self.runner = runner
         self.group = group
-        self.max_num_tokens = max_num_tokens  # a request further behind catches up first
+        self.max_num_tokens = max_num_tokens  # fed in one step; who is further behind catches up
         rows = max_num_seqs * k
         # The engine's own memory: what a later forward overwrites must not be what verify reads.
         self.law_logits = torch.zeros(rows, runner.vocab_size)
@@ -35,14 +35,18 @@ class DraftModelDrafter:
         self.law_probs = torch.zeros(rows)
 
     def propose(self, plan: SchedulerOutput, buffers: InputBuffers) -> DraftProposal:
-        ks = []
+        ks, budget = [], self.max_num_tokens
         for s in plan.scheduled:
             lag = buffers.num_tokens[s.slot] - buffers.num_draft_computed[s.slot]
             # Far behind after a prefix hit on blocks that were made without drafting: catch up,
             # draft later. It depends on committed tokens alone, so any verify method allows it.
-            ks.append(s.num_draft_tokens if lag <= self.max_num_tokens else 0)
-            if s.num_draft_tokens and not ks[-1]:
-                self._catch_up(buffers, s.slot, buffers.num_tokens[s.slot] - 1)
+            ks.append(s.num_draft_tokens if lag <= budget else 0)
+            if ks[-1]:
+                budget -= lag
+            elif s.num_draft_tokens and budget:
+                end = buffers.num_draft_computed[s.slot] + budget
+                self._catch_up(buffers, s.slot, min(end, buffers.num_tokens[s.slot] - 1))
+                budget = 0
         active = [i for i, k in enumerate(ks) if k]
         if not active:
             return DraftProposal.empty(plan)
