@@ -111,7 +111,7 @@ class EngineClient:
         """The status of an engine that is alive; else EngineDeadError, and everything is failed."""
         try:
             status = await asyncio.wait_for(self.status(), heartbeat_timeout)
-        except TimeoutError:
+        except asyncio.TimeoutError:  # Python 3.10: not yet the builtin
             error = EngineDeadError(f"rank 0 did not answer for {heartbeat_timeout:g} s")
         else:
             age = status.get("loop_heartbeat_age")

@@ -43,6 +43,7 @@ class Descendants:
         end = time.monotonic() + patience
         while self.alive() and time.monotonic() < end:
             time.sleep(0.05)
+            self.note()  # those that are ending may still start others
         left = self.alive()
         for pid in left:
             try:

@@ -9,6 +9,7 @@ import re
 import secrets
 import signal
 import socket
+import sys
 import threading
 import time
 import urllib.request
@@ -32,12 +33,14 @@ RAY_ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "1",  # the replica sees no device
     "RAY_SERVE_LOG_TO_STDERR": "0",
+    "RAY_ENABLE_AUTO_CONNECT": "0",  # a call that comes after the end starts no new Ray
 }
 
 
 def serve_local(config: ServerConfig, console: Console) -> None:
     """Blocks until SIGINT or SIGTERM, and leaves no process behind."""
     signal.signal(signal.SIGTERM, _interrupt)
+    signal.signal(signal.SIGINT, _interrupt)  # a shell's background job comes with it ignored
     start = time.monotonic()
     descendants = Descendants()
     try:
@@ -176,7 +179,7 @@ def _deploy_error(error: BaseException) -> SpectrueError:
     if (application := serve.status().applications.get(APP)) is not None:
         texts += [application.message, *(d.message for d in application.deployments.values())]
     text = "\n".join(texts)
-    found = re.findall(r"spectrue\.workers\.errors\.\w+: (.*)", text)
+    found = re.findall(r"spectrue\.workers\.\w+\.\w+Error: (.*)", text)
     if found:
         return SpectrueError(found[-1])
     return SpectrueError(f"the replica did not start: {text.strip() or type(error).__name__}")
@@ -232,24 +235,35 @@ def _block(console: Console) -> None:
 
 def _stop(console: Console, descendants: Descendants) -> None:
     """Running requests may finish first; a second signal ends them."""
-    import ray
-    from ray import serve
-
-    descendants.note()
     try:
-        if not ray.is_initialized():
-            return
-        console.print("\nStopping, running requests may finish; Ctrl-C again ends them ...")
-        # Drains. Serve itself ends with its Ray.
-        thread = threading.Thread(target=serve.delete, args=(APP,), daemon=True)
-        thread.start()
-        while thread.is_alive():
-            thread.join(0.2)
+        descendants.note()
+        _drain(console)
     except KeyboardInterrupt:
         console.print("Ending them.")
+    except Exception as e:  # Serve is broken; all its processes are ended all the same
+        console.print(f"Could not drain: {e}", markup=False, highlight=False)
     finally:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # what follows takes a moment and must be done
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         descendants.note()
-        ray.shutdown()
-        descendants.end()
+        patience = 0.0  # an interrupted ray.init() leaves processes that nobody tells to go
+        try:
+            if "ray" in sys.modules and (ray := sys.modules["ray"]).is_initialized():
+                patience = 5.0
+                ray.shutdown()
+        finally:
+            descendants.end(patience)
+
+
+def _drain(console: Console) -> None:
+    """Serve gives up at serve.graceful_shutdown_timeout, and itself ends with its Ray."""
+    import ray
+    from ray import serve
+
+    if not ray.is_initialized() or APP not in serve.status().applications:
+        return
+    console.print("\nStopping, running requests may finish; Ctrl-C again ends them ...")
+    # NOTE: in this thread, although it blocks. One that outlives ray.shutdown() starts a new Ray.
+    serve.delete(APP, _blocking=False)
+    while APP in serve.status().applications:
+        time.sleep(0.2)

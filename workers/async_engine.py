@@ -64,19 +64,20 @@ class AsyncEngine:
         with self._lock:
             self._check_alive()
             ids.difference_update(request.request_id for request in self._submitted)
+            ids.difference_update(self.engine.processors)
             if len(ids) < len(requests):
                 raise InvalidRequestError("a request id is in use", "request_id")
             waiting = len(self._submitted) + len(self.engine.scheduler.waiting)
             if waiting + len(requests) > self.engine.config.max_queue_len:
                 raise EngineOverloadedError(f"{waiting} requests are waiting")
+            self._wake()
             self._submitted.extend(requests)
-            self._lock.notify_all()
 
     def abort(self, request_ids: Sequence[str]) -> None:
         """End these requests with finish_reason "abort"; unknown ones are ignored."""
         with self._lock:
+            self._wake()
             self._aborted.extend(request_ids)
-            self._lock.notify_all()
 
     def poll(self, timeout: float) -> list[RequestOutput]:
         """All outputs since the last call; blocks until there are any, or `timeout` seconds.
@@ -151,6 +152,11 @@ class AsyncEngine:
             with contextlib.suppress(Exception):  # the followers may be what died
                 self.engine.executor.shutdown()
 
+    def _wake(self) -> None:
+        if not self._busy():
+            self._heartbeat = time.monotonic()  # its nap is over, no step is late yet
+        self._lock.notify_all()
+
     def _busy(self) -> bool:
         return bool(self._submitted or self._aborted or self.engine.num_unfinished)
 
@@ -159,25 +165,31 @@ class AsyncEngine:
         with self._lock:
             self._lock.wait_for(lambda: self._closing or self._busy())
             self._heartbeat = time.monotonic()
-            self._let_in()
-            ended = [o for o in map(self.engine.abort, self._aborted) if o is not None]
+            while self._submitted:
+                self.engine.enqueue(self._submitted[0])
+                del self._submitted[0]
+            for request_id in self._aborted:
+                if (output := self.engine.abort(request_id)) is not None:
+                    self._outputs.append(output)
+                    self._lock.notify_all()
             self._aborted.clear()
-            if ended:
-                self._outputs.extend(ended)
-                self._lock.notify_all()
             return not self._closing
-
-    def _let_in(self) -> None:
-        while self._submitted:
-            self.engine.enqueue(self._submitted[0])
-            del self._submitted[0]
 
     def _finish(self, message: str) -> None:
         """Every open request, let in or still in the mailbox, ends as aborted, with the reason."""
         with self._lock:
             self._error = message
-            self._let_in()
             self._outputs.extend(self.engine.end_all("abort", message))
+            self._outputs.extend(
+                RequestOutput(
+                    request_id=request.request_id,
+                    finish_reason="abort",
+                    error=message,
+                    num_prompt_tokens=len(request.prompt_token_ids),
+                )
+                for request in self._submitted
+            )
+            self._submitted.clear()
             self._lock.notify_all()
 
     def _check_alive(self) -> None:

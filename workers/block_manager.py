@@ -162,6 +162,11 @@ class BlockManager:
         table.hashes.clear()
         table.num_drafted = 0
 
+    def forget(self, table: BlockTable) -> None:
+        """Let no later request hit these blocks; who holds them keeps them."""
+        for block_id in table.block_ids:
+            self._evict(self.blocks[block_id])
+
     def _evict(self, block: Block) -> None:
         if block.block_hash is not None:
             del self._cached[block.block_hash]

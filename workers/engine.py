@@ -146,12 +146,16 @@ class Engine:
                 )
                 continue
             processor = self.processors[state.request.request_id]
-            kept, output = processor.process(slot_output)
+            try:
+                kept, output = processor.process(slot_output)
+            except Exception as e:  # of a tokenizer, say: the fault of one request ends that one
+                logger.exception("request %s failed", state.request.request_id)
+                kept, output = [], processor.end("error", f"{type(e).__name__}: {e}")
             num_computed += slot_output.num_accepted_tokens
             self.scheduler.commit(state, num_computed, kept, slot_output.num_draft_computed_tokens)
             if output.finish_reason is not None:
                 del self.processors[state.request.request_id]
-                self.scheduler.finish(state)
+                self.scheduler.finish(state, faulty=output.finish_reason == "error")
             self.stats.num_committed_tokens += len(kept)
             self.stats.num_verify_steps += 1
             self.stats.num_drafts += slot_output.num_draft_tokens > 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -15,6 +16,8 @@ from spectrue.workers.core import (
 from spectrue.workers.policy import verify_path
 from spectrue.workers.scheduler import RequestState
 from spectrue.workers.tokenizer import IncrementalDetokenizer
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,9 +80,14 @@ class OutputProcessor:
         )
 
     def end(self, reason: FinishReason, error: str | None = None) -> RequestOutput:
-        """The final output of a request that ends between steps: an abort, a dead engine."""
+        """The final output of a request that ends otherwise: aborted, or by a fault. Never fails."""
+        try:
+            text = self.flush()
+        except Exception:  # whatever the tokenizer has, the request ends now
+            logger.exception("request %s: its last text is lost", self.state.request.request_id)
+            text = ""
         return self._output(
-            text=self.flush(),
+            text=text,
             stop=Stop(0, reason),
             error=error,
             num_output_tokens=self.state.num_output_tokens,

@@ -10,6 +10,7 @@ import os
 import socket
 from collections.abc import Awaitable, Sequence
 from contextvars import Context
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import ray
@@ -25,6 +26,7 @@ T = TypeVar("T")
 RANK_CPUS = 0.5
 NAMESPACE = "spectrue"  # rank 0 is named in it, for `spectrue serve` to ask it how loading goes
 RANK0_PREFIX = "rank0-"
+BLAME_TIMEOUT = 3.0  # seconds in which Ray should report the death of a rank's process
 
 # A thread for each kind of call. Aborts share the submits' thread, which keeps their order.
 CONCURRENCY_GROUPS = {"submit": 1, "poll": 1, "control": 2, "loop": 1}
@@ -94,12 +96,17 @@ class Rank:
         return TPGroup.init(self._rank, self._config.tp_size, address)
 
 
+class RankDiedError(EngineDeadError):
+    """Its process is gone."""
+
+
 class RankGroup:
     """An EngineTransport over the ranks' handles."""
 
     def __init__(self, ranks: Sequence[Any], followers: dict[Any, int]) -> None:
         self._ranks = ranks
         self._followers = followers  # pending `follow` calls -> rank
+        self._calls: set[asyncio.Future[None]] = set()  # the same, as the event loop waits for them
 
     async def submit(self, requests: Sequence[Request]) -> None:
         await _answer(_call(self._ranks[0].submit, "submit", requests), 0)
@@ -109,7 +116,15 @@ class RankGroup:
 
     async def poll(self, timeout: float) -> list[RequestOutput]:
         call: Awaitable[list[RequestOutput]] = _call(self._ranks[0].poll, "poll", timeout)
-        return await _answer(call, 0)
+        try:
+            outputs = await _answer(call, 0)
+        except EngineDeadError as e:
+            raise await self._culprit(e) from None
+        ended = next((o.error for o in outputs if o.finish_reason == "abort" and o.error), None)
+        if ended is None:
+            return outputs
+        reason = str(await self._culprit(EngineDeadError(ended)))
+        return [replace(o, error=reason) if o.error == ended else o for o in outputs]
 
     async def status(self) -> dict[str, object]:
         call: Awaitable[dict[str, object]] = _call(self._ranks[0].status, "control")
@@ -117,17 +132,37 @@ class RankGroup:
 
     async def watch(self) -> None:
         """Rank 0 is watched by polling it; here the others' endless calls are."""
-        if not self._followers:
-            await asyncio.Event().wait()
-        calls = [asyncio.ensure_future(_answer(c, r)) for c, r in self._followers.items()]
-        try:
-            done, _ = await asyncio.wait(calls, return_when=asyncio.FIRST_COMPLETED)
+        pending = self._follower_calls()
+        while pending:
+            done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
             for call in done:
-                call.result()
-            raise EngineDeadError("a follower rank left its loop")
-        finally:
-            for call in calls:
-                call.cancel()
+                if (error := call.exception()) is not None:
+                    if not isinstance(error, EngineDeadError):
+                        error = EngineDeadError(str(error))
+                    raise await self._culprit(error)
+        await asyncio.Event().wait()  # rank 0 let them go, and its poll tells why
+
+    async def _culprit(self, error: EngineDeadError) -> EngineDeadError:
+        """Which follower's death is behind `error`, if one is.
+
+        A death breaks the collectives of the other ranks before Ray reports it.
+        """
+        loop = asyncio.get_running_loop()
+        end = loop.time() + BLAME_TIMEOUT
+        pending = self._follower_calls()
+        while pending and not isinstance(error, RankDiedError) and loop.time() < end:
+            done, pending = await asyncio.wait(
+                pending, timeout=end - loop.time(), return_when=asyncio.FIRST_COMPLETED
+            )
+            for call in done:
+                if isinstance(cause := call.exception(), RankDiedError):
+                    error = cause
+        return error
+
+    def _follower_calls(self) -> set[asyncio.Future[None]]:
+        if not self._calls:
+            self._calls = {asyncio.ensure_future(_answer(c, r)) for c, r in self._followers.items()}
+        return set(self._calls)
 
     async def shutdown(self) -> None:
         try:
@@ -206,7 +241,7 @@ def _translate(error: RayError, rank: int) -> SpectrueError:
             return cause
         return EngineDeadError(f"rank {rank} failed: {type(cause).__name__}: {cause}")
     if isinstance(error, RayActorError):
-        return EngineDeadError(f"rank {rank} died: {_first_line(error)}")
+        return RankDiedError(f"rank {rank} died: {_first_line(error)}")
     return EngineDeadError(f"rank {rank} cannot be reached: {_first_line(error)}")
 
 

@@ -258,7 +258,7 @@ def _penalise(
     """
     request = buffers.request(slot).request
     params = request.params
-    if params.repetition_penalty == 1 and not params.presence_penalty + params.frequency_penalty:
+    if params.repetition_penalty == 1 and params.presence_penalty == params.frequency_penalty == 0:
         return
     text = buffers.token_ids[slot, : buffers.num_tokens[slot]].numpy()
     num_prompt = len(request.prompt_token_ids)

@@ -86,7 +86,10 @@ class Scheduler:
 
         num_preemptions = self.num_preemptions
         decoding = [s for s in self.running if s.decoding]
-        share = budget // len(decoding) if decoding else 0
+        # Drafts may fill the budget, unless a prompt waits for its turn: then half is left to it.
+        free_slot = len(self.running) < self.max_num_seqs
+        prompts = len(decoding) < len(self.running) or (self.waiting and free_slot)
+        share = max(1, budget // (2 if prompts else 1) // max(1, len(decoding)))
         for state in decoding:
             if state.status is not RequestStatus.RUNNING:
                 continue  # preempted by an earlier one of this loop
@@ -143,9 +146,12 @@ class Scheduler:
             min(num_draft_computed, state.num_computed_tokens),
         )
 
-    def finish(self, state: RequestState) -> None:
+    def finish(self, state: RequestState, faulty: bool = False) -> None:
+        """End a request. KV of a `faulty` one is in doubt: nobody else is given it."""
         if state.status is RequestStatus.RUNNING:
             self.running.remove(state)
+            if faulty:
+                self.blocks.forget(state.table)
             self._release(state)
         elif state.status is RequestStatus.WAITING:
             self.waiting.remove(state)

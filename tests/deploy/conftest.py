@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 import httpx
 import pytest
@@ -132,7 +132,8 @@ class FakeEngine:
             del self._live[run.request.request_id]
             self._put(run, (), "", "error", error=self.poison)
             return
-        tokens, text, reason, stop_reason = [], "", None, None
+        tokens: list[int] = []
+        text, reason, stop_reason = "", None, None
         while len(tokens) < self.per_step and reason is None:
             token = ord("a") + (run.request.choice + len(run.tokens)) % 26
             run.tokens.append(token)
@@ -211,6 +212,17 @@ class Server:
         )
 
 
+class ServeWith(Protocol):
+    """`async with serve_with(FakeEngine(...), serve=ServeSection(...), **engine_settings)`."""
+
+    def __call__(
+        self,
+        engine: FakeEngine | None = None,
+        serve: ServeSection | None = None,
+        **changes: Any,
+    ) -> AbstractAsyncContextManager[Server]: ...
+
+
 @asynccontextmanager
 async def serving(
     engine: FakeEngine | None = None, serve: ServeSection | None = None, **changes: Any
@@ -240,8 +252,7 @@ async def server() -> AsyncIterator[Server]:
 
 
 @pytest.fixture
-def serve_with() -> Callable[..., Any]:
-    """`async with serve_with(FakeEngine(...), serve=ServeSection(...), **engine_settings)`."""
+def serve_with() -> ServeWith:
     return serving
 
 

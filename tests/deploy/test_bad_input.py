@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import json
+from collections.abc import AsyncIterator
+from typing import Any
 
+import httpx
 import pytest
+
+from .conftest import FakeEngine, Server, ServeWith
 
 BIG = 10**400
 IMAGE = {"type": "image_url", "image_url": {"url": "x"}}
 
 
-def check(response, status, param, code=None):
+def check(
+    response: httpx.Response, status: int, param: str | None, code: str | None = None
+) -> None:
     assert response.status_code == status, response.text
     assert response.headers["content-type"] == "application/json"
     body = response.json()
@@ -25,7 +32,7 @@ def check(response, status, param, code=None):
         assert error["code"] == code
 
 
-COMMON = [
+COMMON: list[tuple[dict[str, Any], str]] = [
     ({"top_p": 0}, "top_p"),
     ({"top_p": 1.01}, "top_p"),
     ({"top_p": "0.5"}, "top_p"),
@@ -80,8 +87,14 @@ COMMON = [
     ({"stop_token_ids": [256]}, "stop_token_ids"),
     ({"stop_token_ids": [True]}, "stop_token_ids.0"),
     ({"stop_token_ids": 5}, "stop_token_ids"),
+    ({"stop_token_ids": [5] * 257}, "stop_token_ids"),
+    ({"stop_token_ids": list(range(256))}, "stop_token_ids"),  # nothing left to choose
     ({"bad_words": "x"}, "bad_words"),
     ({"bad_words": [""]}, "bad_words"),
+    ({"bad_words": [f"w{i}" for i in range(129)]}, "bad_words"),  # each is two sequences
+    ({"bad_words": ["x" * 256]}, "bad_words"),  # and one token longer after a space
+    ({"logprobs_mode": "both"}, "logprobs_mode"),
+    ({"logprobs_mode": True}, "logprobs_mode"),
     ({"ignore_eos": 1}, "ignore_eos"),
     ({"include_stop_str_in_output": "x"}, "include_stop_str_in_output"),
     ({"speculative": True}, "speculative"),
@@ -105,7 +118,7 @@ COMMON = [
     ({"temprature": 1}, "temprature"),
     ({"": 1}, ""),
 ]
-CHAT = [
+CHAT: list[tuple[dict[str, Any], str]] = [
     ({"messages": []}, "messages"),
     ({"messages": None}, "messages"),
     ({"messages": "hi"}, "messages"),
@@ -133,7 +146,7 @@ CHAT = [
     ({"max_completion_tokens": 4, "max_tokens": 5}, "max_completion_tokens"),
     ({"prompt": "hi"}, "prompt"),
 ]
-COMPLETION = [
+COMPLETION: list[tuple[dict[str, Any], str]] = [
     ({"prompt": ""}, "prompt"),
     ({"prompt": []}, "prompt"),
     ({"prompt": [[]]}, "prompt"),
@@ -158,31 +171,31 @@ COMPLETION = [
 ]
 
 
-def name(value):
+def name(value: object) -> str | None:
     return str(value)[:60] if isinstance(value, dict) else None
 
 
 @pytest.mark.parametrize(("fields", "param"), COMMON + COMPLETION, ids=name)
-async def test_completion_field(server, fields, param):
+async def test_completion_field(server: Server, fields: dict[str, Any], param: str) -> None:
     check(await server.complete(**fields), 400, param)
     assert not server.engine.requests
 
 
 @pytest.mark.parametrize(("fields", "param"), COMMON + CHAT, ids=name)
-async def test_chat_field(server, fields, param):
+async def test_chat_field(server: Server, fields: dict[str, Any], param: str) -> None:
     check(await server.chat(**fields), 400, param)
     assert not server.engine.requests
 
 
 @pytest.mark.parametrize("field", ["model", "prompt"])
-async def test_missing_field(server, field):
+async def test_missing_field(server: Server, field: str) -> None:
     body = {"model": "tiny", "prompt": "hi"}
     del body[field]
     r = await server.http.post("/v1/completions", json=body)
     check(r, 400, field, "missing_required_parameter")
 
 
-async def test_codes(server):
+async def test_codes(server: Server) -> None:
     check(await server.complete(foo=1), 400, "foo", "unknown_parameter")
     check(await server.complete(prompt="x" * 99), 400, "prompt", "context_length_exceeded")
     check(await server.complete(max_tokens=99), 400, "max_tokens", "context_length_exceeded")
@@ -193,7 +206,9 @@ async def test_codes(server):
     check(await server.http.get("/v1/models/gpt-4"), 404, "model", "model_not_found")
 
 
-async def test_speculation_without_a_drafter(serve_with, fake_engine):
+async def test_speculation_without_a_drafter(
+    serve_with: ServeWith, fake_engine: type[FakeEngine]
+) -> None:
     engine = fake_engine()
     engine.num_speculative_tokens = 0
     async with serve_with(engine) as server:
@@ -203,7 +218,7 @@ async def test_speculation_without_a_drafter(serve_with, fake_engine):
         assert (await server.chat(speculative={"enabled": False})).status_code == 200
 
 
-async def test_what_the_engine_refuses_is_a_400_too(server):
+async def test_what_the_engine_refuses_is_a_400_too(server: Server) -> None:
     from spectrue.workers.errors import InvalidRequestError
 
     server.engine.invalid = InvalidRequestError("needs more KV blocks than there are", "prompt")
@@ -212,7 +227,7 @@ async def test_what_the_engine_refuses_is_a_400_too(server):
 
 
 @pytest.mark.parametrize(("body", "param"), [({}, "prompt"), ({"prompt": 5}, "prompt")])
-async def test_tokenize(server, body, param):
+async def test_tokenize(server: Server, body: dict[str, Any], param: str) -> None:
     check(await server.post("/tokenize", **body), 400, param)
 
 
@@ -249,7 +264,7 @@ GOOD = b'{"model": "tiny", "prompt": "hi", "max_tokens": 2}'
         (GOOD.replace(b": 2", b': 2, "metadata": ' + b'{"a":' * 300 + b"1" + b"}" * 301), None),
     ],
 )
-async def test_broken_json(server, body, param):
+async def test_broken_json(server: Server, body: bytes, param: str | None) -> None:
     r = await server.http.post(
         "/v1/completions", content=body, headers={"content-type": "application/json"}
     )
@@ -257,7 +272,7 @@ async def test_broken_json(server, body, param):
     assert not server.engine.requests
 
 
-async def test_a_surrogate_pair_is_a_character(server):
+async def test_a_surrogate_pair_is_a_character(server: Server) -> None:
     body = GOOD.replace(b"hi", rb"\ud83d\ude00")
     r = await server.http.post("/v1/completions", content=body)
     assert r.status_code == 200
@@ -273,7 +288,7 @@ async def test_a_surrogate_pair_is_a_character(server):
         ("application/json; charset=latin-1", 415),
     ],
 )
-async def test_content_type(server, kind, status):
+async def test_content_type(server: Server, kind: str, status: int) -> None:
     r = await server.http.post("/v1/completions", content=GOOD, headers={"content-type": kind})
     assert r.status_code == status
     if status != 200:
@@ -282,10 +297,10 @@ async def test_content_type(server, kind, status):
 
 @pytest.mark.parametrize("chunked", [False, True])
 @pytest.mark.parametrize(("size", "status"), [(2**20, 200), (2**20 + 1, 413), (2**22, 413)])
-async def test_body_limit(server, size, status, chunked):
+async def test_body_limit(server: Server, size: int, status: int, chunked: bool) -> None:
     sent = 0
 
-    async def chunks():
+    async def chunks() -> AsyncIterator[bytes]:
         nonlocal sent
         body = GOOD + b" " * (size - len(GOOD))
         for i in range(0, size, 2**16):
@@ -303,7 +318,7 @@ async def test_body_limit(server, size, status, chunked):
             assert sent <= 2**20 + 2**17  # refused while reading, not after
 
 
-async def test_unknown_routes_and_methods(server):
+async def test_unknown_routes_and_methods(server: Server) -> None:
     check(await server.http.get("/v2/x"), 404, None, "not_found")
     check(await server.http.get("/v1/completions"), 405, None, "method_not_allowed")
     r = await server.http.post("/v1/models", content=b"{}")
@@ -311,8 +326,10 @@ async def test_unknown_routes_and_methods(server):
     assert "GET" in r.headers["allow"]
 
 
-async def test_a_500_says_nothing_of_its_inside(server, monkeypatch):
-    def broken(*args, **kwargs):
+async def test_a_500_says_nothing_of_its_inside(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*args: object) -> None:
         raise RuntimeError("secret /path")
 
     monkeypatch.setattr(server.replica, "_tokenizer", type("T", (), {"encode": broken})())

@@ -5,12 +5,14 @@ from __future__ import annotations
 import socket
 import subprocess
 import sys
+from collections.abc import Collection
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from spectrue.deploy import cli, serve_local
-from spectrue.deploy.config import load_config
+from spectrue.deploy.config import ServerConfig, load_config
 from spectrue.workers.errors import ConfigError
 
 BLOCKED = """
@@ -27,15 +29,15 @@ cli.main()
 """
 
 
-def run_without(blocked, *args):
+def run_without(blocked: Collection[str], *args: str) -> subprocess.CompletedProcess[str]:
     code = BLOCKED.format(blocked=blocked)
     return subprocess.run(
         [sys.executable, "-c", code, *args], capture_output=True, text=True, timeout=120
     )
 
 
-def test_serve_flags_reach_the_settings(monkeypatch, tmp_path):
-    seen = []
+def test_serve_flags_reach_the_settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    seen: list[ServerConfig] = []
     monkeypatch.setattr(serve_local, "serve_local", lambda config, console: seen.append(config))
     args = (
         "serve --model /m --served-model-name x --host 0.0.0.0 --port 81 --drafter draft_model "
@@ -65,7 +67,9 @@ def test_serve_flags_reach_the_settings(monkeypatch, tmp_path):
     assert seen == [load_config(flags=flags, environ={})]
 
 
-def test_errors_are_one_line_and_no_traceback(monkeypatch, capsys):
+def test_errors_are_one_line_and_no_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(sys, "argv", ["spectrue", "serve", "--dtype", "fp8"])
     with pytest.raises(SystemExit) as e:
         cli.main()
@@ -76,7 +80,7 @@ def test_errors_are_one_line_and_no_traceback(monkeypatch, capsys):
     assert error.count("\n") == 1
 
 
-def test_a_taken_port_is_an_error_before_loading():
+def test_a_taken_port_is_an_error_before_loading() -> None:
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         s.listen()
@@ -86,7 +90,7 @@ def test_a_taken_port_is_an_error_before_loading():
     serve_local._check_port("127.0.0.1", port)
 
 
-def test_help_loads_nothing_heavy():
+def test_help_loads_nothing_heavy() -> None:
     everything = {"ray", "fastapi", "torch", "transformers", "yaml"}
     for args in (["--help"], ["serve", "--help"], ["generate", "--help"], ["bench", "--help"]):
         done = run_without(everything, *args)
@@ -98,14 +102,14 @@ def test_help_loads_nothing_heavy():
 NO_SERVING = {"ray", "fastapi", "starlette"}
 
 
-def test_bench_engine_without_ray_and_fastapi(tiny_llama):
+def test_bench_engine_without_ray_and_fastapi(tiny_llama: Path) -> None:
     args = ["bench", "engine", "--model", str(tiny_llama), "--max-tokens", "4", "--json"]
     done = run_without(NO_SERVING, *args)
     assert done.returncode == 0, done.stderr
     assert '"tokens_per_second"' in done.stdout
 
 
-def test_generate_without_ray_and_fastapi(tiny_llama):
+def test_generate_without_ray_and_fastapi(tiny_llama: Path) -> None:
     args = ["generate", "abc", "--model", str(tiny_llama), "--max-tokens", "5", "--seed", "1"]
     first, second = (run_without(NO_SERVING, *args, mode) for mode in ("--chat", "--raw"))
     assert first.returncode == second.returncode == 0, first.stderr + second.stderr

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from pathlib import Path
+from typing import Any
 
 import pytest
+from pydantic import BaseModel
 
 from spectrue.deploy.config import (
     DEFAULT_FILE,
     EngineSection,
+    ServerConfig,
     ServeSection,
     SpeculativeSection,
     load_config,
@@ -20,13 +24,18 @@ from spectrue.workers.errors import ConfigError
 from spectrue.workers.model_store import DEFAULT_MODEL
 
 
-def load(tmp_path, text="", flags=None, environ=None):
+def load(
+    tmp_path: Path,
+    text: str = "",
+    flags: dict[str, Any] | None = None,
+    environ: dict[str, str] | None = None,
+) -> ServerConfig:
     file = tmp_path / "c.yaml"
     file.write_text(text)
     return load_config(file, flags, environ or {})
 
 
-def test_defaults():
+def test_defaults() -> None:
     config = load_config(environ={})
     assert config.engine == EngineConfig(model=DEFAULT_MODEL)
     assert config.serve == ServeSection()
@@ -35,11 +44,11 @@ def test_defaults():
 @pytest.mark.parametrize(
     ("section", "target"), [(EngineSection, EngineConfig), (SpeculativeSection, SpeculativeConfig)]
 )
-def test_sections_mirror_the_engine(section, target):
+def test_sections_mirror_the_engine(section: type[BaseModel], target: type[Any]) -> None:
     assert list(section.model_fields) == [f.name for f in dataclasses.fields(target)]
 
 
-def test_default_yaml_shows_every_setting_with_its_default(tmp_path):
+def test_default_yaml_shows_every_setting_with_its_default(tmp_path: Path) -> None:
     text = DEFAULT_FILE.read_text()
     _, body = text.split("\n\nengine:")
     body = "engine:" + re.sub(r"(?m)^( +)# ", r"\1", body)
@@ -49,7 +58,7 @@ def test_default_yaml_shows_every_setting_with_its_default(tmp_path):
     assert load(tmp_path, body) == load(tmp_path)
 
 
-def test_later_sources_win(tmp_path):
+def test_later_sources_win(tmp_path: Path) -> None:
     text = "engine: {max_num_seqs: 5, speculative: {num_speculative_tokens: 1}}\nserve: {port: 1}"
     environ = {"SPECTRUE_PORT": "2", "SPECTRUE_SPECULATIVE_NUM_SPECULATIVE_TOKENS": "2"}
     flags = {"serve.port": 3, "serve.host": None, "engine.speculative.drafter": None}
@@ -60,11 +69,11 @@ def test_later_sources_win(tmp_path):
     assert config.serve.host == "127.0.0.1"
 
 
-def test_empty_sections(tmp_path):
+def test_empty_sections(tmp_path: Path) -> None:
     assert load(tmp_path, "engine:\n  speculative:\nserve:\n") == load(tmp_path)
 
 
-def test_a_draft_model_chooses_its_drafter(tmp_path):
+def test_a_draft_model_chooses_its_drafter(tmp_path: Path) -> None:
     config = load(tmp_path, flags={"engine.speculative.draft_model": "/m"})
     assert config.engine.speculative.drafter == "draft_model"
     with pytest.raises(ConfigError, match=r"speculative\.draft_model"):
@@ -94,12 +103,12 @@ def test_a_draft_model_chooses_its_drafter(tmp_path):
         ("- 1", r"must hold a mapping"),
     ],
 )
-def test_mistakes_name_the_setting(tmp_path, text, message):
+def test_mistakes_name_the_setting(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load(tmp_path, text)
 
 
-def test_mistakes_name_their_source(tmp_path):
+def test_mistakes_name_their_source(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"c\.yaml"):
         load(tmp_path, "serve: {port: x}", {"serve.port": 5})
     with pytest.raises(ConfigError, match=r"SPECTRUE_PORT"):

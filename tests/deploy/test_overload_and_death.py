@@ -6,6 +6,8 @@ import asyncio
 import contextlib
 import json
 import time
+from collections.abc import AsyncIterator, Callable, MutableMapping
+from typing import Any
 
 import pytest
 
@@ -14,31 +16,32 @@ from spectrue.deploy.streaming import EventStreamResponse
 from spectrue.workers.core import Request, SamplingParams
 from spectrue.workers.errors import EngineDeadError
 
+from .conftest import FakeEngine, Server, ServeWith
 from .test_replica import events
 
 
-async def until(condition, timeout=5.0):
+async def until(condition: Callable[[], object], timeout: float = 5.0) -> None:
     end = time.monotonic() + timeout
     while not condition():
         assert time.monotonic() < end, "the condition never held"
         await asyncio.sleep(0.005)
 
 
-def body(stream, path="/v1/completions", **more):
-    fields = {"model": "tiny", "max_tokens": 60, "stream": stream, **more}
-    return {"prompt": "hi", **fields} if path == "/v1/completions" else fields
+def body(stream: bool, **more: object) -> dict[str, object]:
+    return {"model": "tiny", "prompt": "hi", "max_tokens": 60, "stream": stream, **more}
 
 
 class RawClient:
     """Speaks ASGI itself, so that it can hang up at any moment."""
 
-    def __init__(self, app, fields, path="/v1/completions", slow=0.0):
+    def __init__(self, app: Any, fields: dict[str, object], slow: float = 0.0) -> None:
         self._slow = slow
         self.started = asyncio.Event()
-        self.status = None
-        self.chunks = []
+        self.status: int | None = None
+        self.chunks: list[bytes] = []
         self._gone = asyncio.Event()
-        self._body = json.dumps(fields).encode()
+        self._body: bytes | None = json.dumps(fields).encode()
+        path = "/v1/completions"
         scope = {
             "type": "http",
             "asgi": {"version": "3.0", "spec_version": "2.3"},
@@ -54,17 +57,17 @@ class RawClient:
         }
         self.task = asyncio.create_task(app(scope, self._receive, self._send))
 
-    def hang_up(self):
+    def hang_up(self) -> None:
         self._gone.set()
 
-    async def _receive(self):
+    async def _receive(self) -> dict[str, Any]:
         if self._body is not None:
             sent, self._body = self._body, None
             return {"type": "http.request", "body": sent, "more_body": False}
         await self._gone.wait()
         return {"type": "http.disconnect"}
 
-    async def _send(self, message):
+    async def _send(self, message: dict[str, Any]) -> None:
         if message["type"] == "http.response.start":
             self.status = message["status"]
         elif message["body"]:
@@ -74,7 +77,9 @@ class RawClient:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_overload_is_a_429_before_any_header(serve_with, fake_engine, stream):
+async def test_overload_is_a_429_before_any_header(
+    serve_with: ServeWith, fake_engine: type[FakeEngine], stream: bool
+) -> None:
     engine = fake_engine(max_requests=2)
     engine.running.clear()
     async with serve_with(engine) as server:
@@ -95,7 +100,9 @@ async def test_overload_is_a_429_before_any_header(serve_with, fake_engine, stre
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("how", ["hang_up", "cancel"])  # uvicorn does one, Ray Serve the other
 @pytest.mark.parametrize("when", ["waiting", "running"])
-async def test_a_client_that_leaves_frees_its_requests(serve_with, fake_engine, stream, how, when):
+async def test_a_client_that_leaves_frees_its_requests(
+    serve_with: ServeWith, fake_engine: type[FakeEngine], stream: bool, how: str, when: str
+) -> None:
     engine = fake_engine(per_step=1, interval=0.05)
     if when == "waiting":
         engine.running.clear()
@@ -116,7 +123,9 @@ async def test_a_client_that_leaves_frees_its_requests(serve_with, fake_engine, 
         assert b"".join(client.chunks).count(b"[DONE]") == 0
 
 
-async def test_a_client_that_leaves_while_submitting(serve_with, fake_engine):
+async def test_a_client_that_leaves_while_submitting(
+    serve_with: ServeWith, fake_engine: type[FakeEngine]
+) -> None:
     engine = fake_engine()
     engine.running.clear()
     async with serve_with(engine) as server:
@@ -131,30 +140,36 @@ async def test_a_client_that_leaves_while_submitting(serve_with, fake_engine):
         assert len(engine.requests) == 1
 
 
-async def test_a_stream_that_never_starts_frees_its_requests(server):
+async def test_a_stream_that_never_starts_frees_its_requests(server: Server) -> None:
     engine = server.engine
     engine.running.clear()
     request = Request(request_id="r", prompt_token_ids=(1,), params=SamplingParams())
     stream = await server.replica._client.submit([request])
 
-    async def body():
+    async def chunks() -> AsyncIterator[bytes]:
         yield b"x"
 
-    async def send(message):
+    async def receive() -> MutableMapping[str, Any]:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async def send(message: MutableMapping[str, Any]) -> None:
         raise OSError("gone")
 
     with pytest.raises(OSError, match="gone"):
-        await EventStreamResponse(body(), stream)({}, asyncio.Event().wait, send)
+        await EventStreamResponse(chunks(), stream)({}, receive, send)
     await until(lambda: engine.aborted == ["r"])
 
 
-async def test_finished_requests_are_not_aborted(server):
+async def test_finished_requests_are_not_aborted(server: Server) -> None:
     await server.complete(n=2)
     await server.complete(n=2, stream=True)
     assert server.engine.aborted == []
 
 
-async def test_engine_death_mid_stream_is_one_error_event(serve_with, fake_engine):
+async def test_engine_death_mid_stream_is_one_error_event(
+    serve_with: ServeWith, fake_engine: type[FakeEngine]
+) -> None:
     engine = fake_engine(per_step=1, interval=0.02)
     async with serve_with(engine) as server:
         client = RawClient(server.app, body(True, n=2))
@@ -182,7 +197,9 @@ async def test_engine_death_mid_stream_is_one_error_event(serve_with, fake_engin
         assert server.exits == [1]
 
 
-async def test_answers_leave_before_the_process_does(serve_with, fake_engine):
+async def test_answers_leave_before_the_process_does(
+    serve_with: ServeWith, fake_engine: type[FakeEngine]
+) -> None:
     engine = fake_engine(per_step=1, interval=0.02)
     async with serve_with(engine) as server:
         client = RawClient(server.app, body(True), slow=0.2)
@@ -194,7 +211,9 @@ async def test_answers_leave_before_the_process_does(serve_with, fake_engine):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_one_failed_request(serve_with, fake_engine, stream):
+async def test_one_failed_request(
+    serve_with: ServeWith, fake_engine: type[FakeEngine], stream: bool
+) -> None:
     engine = fake_engine()
     engine.poison = "its logits were not numbers"
     async with serve_with(engine) as server:
@@ -212,7 +231,9 @@ async def test_one_failed_request(serve_with, fake_engine, stream):
         assert server.exits == []
 
 
-async def test_an_old_heartbeat_is_death(serve_with, fake_engine):
+async def test_an_old_heartbeat_is_death(
+    serve_with: ServeWith, fake_engine: type[FakeEngine]
+) -> None:
     engine = fake_engine()
     async with serve_with(engine, serve=ServeSection(heartbeat_timeout=0.5)) as server:
         await server.replica.check_health()
@@ -226,14 +247,18 @@ async def test_an_old_heartbeat_is_death(serve_with, fake_engine):
         await until(lambda: server.exits)
 
 
-async def test_an_engine_that_does_not_answer_is_dead(serve_with, fake_engine):
+async def test_an_engine_that_does_not_answer_is_dead(
+    serve_with: ServeWith, fake_engine: type[FakeEngine]
+) -> None:
     engine = fake_engine()
     async with serve_with(engine, serve=ServeSection(heartbeat_timeout=0.2)) as server:
         with engine._cond, pytest.raises(EngineDeadError, match="did not answer"):
             await server.replica.check_health()
 
 
-async def test_shutdown_ends_open_requests(serve_with, fake_engine):
+async def test_shutdown_ends_open_requests(
+    serve_with: ServeWith, fake_engine: type[FakeEngine]
+) -> None:
     engine = fake_engine(per_step=1, interval=0.05)
     async with serve_with(engine) as server:
         client = RawClient(server.app, body(True))

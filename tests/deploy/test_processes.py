@@ -30,7 +30,7 @@ def gone(pid: int) -> bool:
     return False
 
 
-def test_orphans_are_ended_and_others_are_not():
+def test_orphans_are_ended_and_others_are_not() -> None:
     sleep = [sys.executable, "-c", "import time; time.sleep(60)"]
     other = subprocess.Popen(sleep)
     try:
@@ -41,6 +41,8 @@ def test_orphans_are_ended_and_others_are_not():
             stdout=subprocess.PIPE,
             text=True,
         )
+        assert parent.stdin is not None
+        assert parent.stdout is not None
         orphan = int(parent.stdout.readline())
         watched.note()
         parent.stdin.close()

@@ -10,6 +10,8 @@ import pytest
 
 from spectrue.deploy.config import ServeSection
 
+from .conftest import FakeEngine, Server, ServeWith
+
 
 def events(text: str) -> list[Any]:
     """SSE framing: `data: <json>` and an empty line, `[DONE]` last and only last."""
@@ -20,7 +22,7 @@ def events(text: str) -> list[Any]:
     return [json.loads(b[6:]) for b in blocks]
 
 
-async def test_unary_completion_and_usage(server):
+async def test_unary_completion_and_usage(server: Server) -> None:
     r = await server.complete(prompt="hello", max_tokens=5)
     assert r.status_code == 200
     body = r.json()
@@ -52,7 +54,7 @@ async def test_unary_completion_and_usage(server):
     }
 
 
-async def test_unary_chat(server):
+async def test_unary_chat(server: Server) -> None:
     body = (await server.chat()).json()
     assert body["object"] == "chat.completion"
     choice = body["choices"][0]
@@ -61,7 +63,7 @@ async def test_unary_chat(server):
 
 
 @pytest.mark.parametrize("include_usage", [False, True])
-async def test_chat_stream(server, include_usage):
+async def test_chat_stream(server: Server, include_usage: bool) -> None:
     r = await server.chat(stream=True, stream_options={"include_usage": include_usage})
     assert r.headers["content-type"].startswith("text/event-stream")
     assert "content-length" not in r.headers
@@ -82,13 +84,17 @@ async def test_chat_stream(server, include_usage):
     assert {c["object"] for c in chunks} == {"chat.completion.chunk"}
 
 
-async def test_one_event_carries_all_tokens_of_a_step(serve_with, fake_engine):
+async def test_one_event_carries_all_tokens_of_a_step(
+    serve_with: ServeWith, fake_engine: type[FakeEngine]
+) -> None:
     async with serve_with(fake_engine(per_step=4, interval=0.05)) as server:
         chunks = events((await server.complete(max_tokens=10, stream=True)).text)
     assert [c["choices"][0]["text"] for c in chunks] == ["abcd", "efgh", "ij"]
 
 
-async def test_stream_interval_coalesces(serve_with, fake_engine):
+async def test_stream_interval_coalesces(
+    serve_with: ServeWith, fake_engine: type[FakeEngine]
+) -> None:
     serve = ServeSection(stream_interval_ms=150)
     async with serve_with(fake_engine(per_step=1, interval=0.01), serve=serve) as server:
         chunks = events((await server.complete(max_tokens=26, stream=True)).text)
@@ -98,7 +104,7 @@ async def test_stream_interval_coalesces(serve_with, fake_engine):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_stop_string_is_cut_and_named(server, stream):
+async def test_stop_string_is_cut_and_named(server: Server, stream: bool) -> None:
     r = await server.complete(max_tokens=20, stop=["zz", "cd"], stream=stream)
     choices = [c["choices"][0] for c in (events(r.text) if stream else [r.json()])]
     assert "".join(c["text"] for c in choices) == "ab"
@@ -107,7 +113,7 @@ async def test_stop_string_is_cut_and_named(server, stream):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_choices_and_prompts_are_numbered(server, stream):
+async def test_choices_and_prompts_are_numbered(server: Server, stream: bool) -> None:
     r = await server.complete(prompt=["ab", "cde"], n=2, max_tokens=3, seed=7, stream=stream)
     texts = dict.fromkeys(range(4), "")
     for chunk in events(r.text) if stream else [r.json()]:
@@ -123,21 +129,21 @@ async def test_choices_and_prompts_are_numbered(server, stream):
         assert r.json()["usage"]["completion_tokens"] == 12
 
 
-async def test_token_id_prompts(server):
+async def test_token_id_prompts(server: Server) -> None:
     assert (await server.complete(prompt=[1, 2, 3])).status_code == 200
     assert (await server.complete(prompt=[[4, 5], [6]])).status_code == 200
     prompts = [r.prompt_token_ids for r in server.engine.requests]
     assert prompts == [(1, 2, 3), (4, 5), (6,)]
 
 
-async def test_seed_reaches_the_engine_from_both_endpoints(server):
+async def test_seed_reaches_the_engine_from_both_endpoints(server: Server) -> None:
     """bug-cases 24"""
     await server.complete(seed=11)
     await server.chat(seed=12)
     assert [r.params.seed for r in server.engine.requests] == [11, 12]
 
 
-async def test_every_sampling_field_reaches_the_engine(server):
+async def test_every_sampling_field_reaches_the_engine(server: Server) -> None:
     fields = {
         "temperature": 0.5,
         "top_p": 0.9,
@@ -172,23 +178,38 @@ async def test_every_sampling_field_reaches_the_engine(server):
         assert params.num_speculative_tokens == 2
 
 
-async def test_null_is_not_given(server):
+async def test_lists_at_their_limits_reach_the_engine(server: Server) -> None:
+    fields = {"stop_token_ids": [5] * 256, "bad_words": [f"w{i}" for i in range(128)]}
+    for call in (server.complete, server.chat):
+        assert (await call(**fields)).status_code == 200
+        params = server.engine.requests[-1].params
+        assert len(params.stop_token_ids) == len(params.bad_words) == 256
+
+
+async def test_logprobs_mode_reaches_the_engine(server: Server) -> None:
+    for call, logprobs in ((server.complete, 1), (server.chat, True)):
+        for mode in ("raw", "processed", None):
+            assert (await call(logprobs=logprobs, logprobs_mode=mode)).status_code == 200
+            assert server.engine.requests[-1].params.logprobs_mode == (mode or "raw")
+
+
+async def test_null_is_not_given(server: Server) -> None:
     names = ["temperature", "top_p", "n", "stop", "seed", "logit_bias", "tools", "stream", "user"]
     assert (await server.chat(**dict.fromkeys(names))).status_code == 200
     assert server.engine.requests[0].params.temperature == 1.0
 
 
-async def test_speculation_can_be_turned_off(server):
+async def test_speculation_can_be_turned_off(server: Server) -> None:
     await server.chat(speculative={"enabled": False})
     assert server.engine.requests[0].params.num_speculative_tokens == 0
 
 
-async def test_max_tokens_defaults_to_the_rest_of_the_context(server):
+async def test_max_tokens_defaults_to_the_rest_of_the_context(server: Server) -> None:
     await server.complete(prompt="x" * 60, max_tokens=None)
     assert server.engine.requests[0].params.max_tokens == 4
 
 
-async def test_chat_logprobs(server):
+async def test_chat_logprobs(server: Server) -> None:
     body = (await server.chat(logprobs=True, top_logprobs=2, max_tokens=2)).json()
     content = body["choices"][0]["logprobs"]["content"]
     assert [c["token"] for c in content] == ["a", "b"]
@@ -204,7 +225,7 @@ async def test_chat_logprobs(server):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_completion_logprobs(server, stream):
+async def test_completion_logprobs(server: Server, stream: bool) -> None:
     r = await server.complete(logprobs=1, max_tokens=3, stream=stream)
     rows = [c["choices"][0]["logprobs"] for c in (events(r.text) if stream else [r.json()])]
     joined = {key: [v for row in rows for v in row[key]] for key in rows[0]}
@@ -216,7 +237,7 @@ async def test_completion_logprobs(server, stream):
     }
 
 
-async def test_models_and_health_and_tokenize(server):
+async def test_models_and_health_and_tokenize(server: Server) -> None:
     models = (await server.http.get("/v1/models")).json()
     assert [m["id"] for m in models["data"]] == ["tiny"]
     assert (await server.http.get("/v1/models/tiny")).json()["max_model_len"] == 64
@@ -230,13 +251,15 @@ async def test_models_and_health_and_tokenize(server):
     assert not server.engine.requests
 
 
-async def test_text_parts_are_joined(server):
+async def test_text_parts_are_joined(server: Server) -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     assert (await server.chat(messages=[{"role": "user", "content": parts}])).status_code == 200
     assert server.engine.requests[0].prompt_token_ids == (60, 117, 62, 97, 98)
 
 
-async def test_many_streams_at_once_have_exact_counts(serve_with, fake_engine):
+async def test_many_streams_at_once_have_exact_counts(
+    serve_with: ServeWith, fake_engine: type[FakeEngine]
+) -> None:
     async with serve_with(fake_engine(max_requests=64)) as server:
         calls = [
             server.complete(max_tokens=10 + i % 7, stream=True, prompt=[i + 1]) for i in range(64)

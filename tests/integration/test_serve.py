@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
 import openai
 import pytest
+from openai.types import Completion
 
 from spectrue.deploy.config import ServerConfig, ServeSection
 from spectrue.workers.config import EngineConfig
 
 MODEL = "tiny"
+
+# Not openai.AsyncOpenAI: the tests pass dicts of fields, and what its types forbid.
+Client = Any
 
 
 def free_port() -> int:
@@ -26,8 +32,14 @@ def free_port() -> int:
         return int(s.getsockname()[1])
 
 
+def engine_config(model: Path) -> EngineConfig:
+    return EngineConfig(
+        model=str(model), served_model_name=MODEL, dtype="float32", kv_cache_bytes=2**24
+    )
+
+
 @pytest.fixture(scope="module")
-def url(tiny_llama) -> Iterator[str]:
+def url(tiny_llama: Path) -> Iterator[str]:
     os.environ.setdefault("RAY_AUTH_MODE", "disabled")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     import ray
@@ -36,9 +48,7 @@ def url(tiny_llama) -> Iterator[str]:
     from spectrue.deploy.app import build_app
 
     port = free_port()
-    engine = EngineConfig(
-        model=str(tiny_llama), served_model_name=MODEL, dtype="float32", kv_cache_bytes=2**24
-    )
+    engine = engine_config(tiny_llama)
     ray.init(
         address="local",
         num_cpus=4,
@@ -56,8 +66,8 @@ def url(tiny_llama) -> Iterator[str]:
 
 
 @pytest.fixture
-async def client(url):
-    http = httpx.AsyncClient(limits=httpx.Limits(max_connections=None), timeout=60)
+async def client(url: str) -> AsyncIterator[Client]:
+    http: Any = httpx.AsyncClient(limits=httpx.Limits(max_connections=None), timeout=60)
     async with openai.AsyncOpenAI(
         base_url=f"{url}/v1", api_key="none", max_retries=0, http_client=http
     ) as client:
@@ -65,7 +75,8 @@ async def client(url):
 
 
 def status(url: str) -> dict[str, Any]:
-    return httpx.get(f"{url}/health", timeout=30).raise_for_status().json()
+    answer: dict[str, Any] = httpx.get(f"{url}/health", timeout=30).raise_for_status().json()
+    return answer
 
 
 async def until_idle(url: str) -> dict[str, Any]:
@@ -81,7 +92,7 @@ async def until_idle(url: str) -> dict[str, Any]:
 EXACT = {"ignore_eos": True}
 
 
-async def test_openai_client_unary(client):
+async def test_openai_client_unary(client: Client) -> None:
     chat = await client.chat.completions.create(
         model=MODEL,
         messages=[{"role": "user", "content": "hello"}],
@@ -114,7 +125,7 @@ async def test_openai_client_unary(client):
     assert spec["accept_length"] >= 1
 
 
-async def test_openai_client_stream_equals_unary(client):
+async def test_openai_client_stream_equals_unary(client: Client) -> None:
     """Seeded, so verified by match: the text depends on nothing else. bug-cases 22, 24."""
     for create, prompt in (
         (client.completions.create, {"prompt": "abcabcabc"}),
@@ -136,7 +147,34 @@ async def test_openai_client_stream_equals_unary(client):
         assert len({o.choices[0].model_dump_json() for o in other}) > 1
 
 
-async def test_errors_through_the_client(client):
+async def test_logprobs_mode(client: Client) -> None:
+    """Under top_k = 1 the law that is drawn from has one token, the model's own has many."""
+    for mode in ("raw", "processed"):
+        extra = {**EXACT, "top_k": 1, "logprobs_mode": mode}
+        fields = {"model": MODEL, "max_tokens": 4, "extra_body": extra}
+        text = await client.completions.create(prompt="ab", logprobs=2, **fields)
+        chat = await client.chat.completions.create(
+            messages=[{"role": "user", "content": "ab"}], logprobs=True, top_logprobs=2, **fields
+        )
+        for logprobs, second in (
+            (
+                text.choices[0].logprobs.token_logprobs,
+                [min(top.values()) for top in text.choices[0].logprobs.top_logprobs],
+            ),
+            (
+                [t.logprob for t in chat.choices[0].logprobs.content],
+                [t.top_logprobs[1].logprob for t in chat.choices[0].logprobs.content],
+            ),
+        ):
+            assert len(logprobs) == len(second) == 4
+            if mode == "processed":
+                assert logprobs == [0.0] * 4
+                assert second == [-9999.0] * 4  # JSON has no infinity
+            else:
+                assert all(-20 < b <= a < -1e-3 for a, b in zip(logprobs, second, strict=True))
+
+
+async def test_errors_through_the_client(client: Client) -> None:
     with pytest.raises(openai.NotFoundError):
         await client.completions.create(model="gpt-4", prompt="x")
     with pytest.raises(openai.BadRequestError) as e:
@@ -145,13 +183,13 @@ async def test_errors_through_the_client(client):
     with pytest.raises(openai.BadRequestError) as e:
         await client.completions.create(model=MODEL, prompt="x" * 2000)
     assert e.value.code == "context_length_exceeded"
-    with pytest.raises(openai.APIStatusError) as e:
+    with pytest.raises(openai.APIStatusError) as too_large:
         await client.completions.create(model=MODEL, prompt="x" * 2**20)
-    assert e.value.status_code == 413
+    assert too_large.value.status_code == 413
     assert [m.id async for m in await client.models.list()] == [MODEL]
 
 
-async def test_64_streams_have_exact_token_counts(client, url):
+async def test_64_streams_have_exact_token_counts(client: Client, url: str) -> None:
     async def one(i: int) -> tuple[int, int]:
         stream = await client.completions.create(
             model=MODEL,
@@ -163,10 +201,13 @@ async def test_64_streams_have_exact_token_counts(client, url):
             extra_body=EXACT,
         )
         tokens, usage = 0, None
+        chunk: Completion
         async for chunk in stream:
             usage = chunk.usage or usage
             for choice in chunk.choices:
-                tokens += len(choice.logprobs.tokens)
+                assert choice.logprobs is not None
+                tokens += len(choice.logprobs.tokens or ())
+        assert usage is not None
         return tokens, usage.completion_tokens
 
     counts = await asyncio.gather(*map(one, range(64)))
@@ -174,12 +215,12 @@ async def test_64_streams_have_exact_token_counts(client, url):
     await until_idle(url)
 
 
-async def test_200_requests_of_which_half_disconnect(client, url):
+async def test_200_requests_of_which_half_disconnect(client: Client, url: str) -> None:
     finished = left = 0
 
     async def one(i: int) -> None:
         nonlocal finished, left
-        fields = {"model": MODEL, "prompt": f"{i} abab", "extra_body": EXACT}
+        fields: dict[str, Any] = {"model": MODEL, "prompt": f"{i} abab", "extra_body": EXACT}
         leaves, streams = i % 2 == 0, i % 4 < 2
         fields["max_tokens"] = 400 if leaves else 12
         if not leaves:
@@ -197,7 +238,7 @@ async def test_200_requests_of_which_half_disconnect(client, url):
         else:
             try:
                 await asyncio.wait_for(client.completions.create(**fields), 0.5 + i / 400)
-            except TimeoutError:
+            except asyncio.TimeoutError:
                 left += 1
 
     before = (await until_idle(url))["committed_tokens"]
@@ -209,7 +250,20 @@ async def test_200_requests_of_which_half_disconnect(client, url):
     assert after["committed_tokens"] - before < 100 * 12 + 100 * 200
 
 
-async def test_a_killed_rank_fails_its_requests_and_is_replaced(client, url):
+async def until_replaced(url: str, pid: int) -> None:
+    """Until another rank 0 than `pid` answers."""
+    end = time.monotonic() + 45
+    while True:
+        try:
+            if (await asyncio.to_thread(status, url))["rank0_pid"] != pid:
+                return
+        except httpx.HTTPError:
+            pass
+        assert time.monotonic() < end, "no new replica"
+        await asyncio.sleep(0.25)
+
+
+async def test_a_killed_rank_fails_its_requests_and_is_replaced(client: Client, url: str) -> None:
     pid = status(url)["rank0_pid"]
     stream = await client.completions.create(
         model=MODEL, prompt="abc", max_tokens=450, stream=True, extra_body=EXACT
@@ -218,14 +272,64 @@ async def test_a_killed_rank_fails_its_requests_and_is_replaced(client, url):
     os.kill(pid, signal.SIGKILL)
     with pytest.raises(openai.APIError, match="rank 0 died"):
         [c async for c in stream]
-    end = time.monotonic() + 45
-    while True:
-        try:
-            if status(url)["rank0_pid"] != pid:
-                break
-        except httpx.HTTPError:
-            pass
-        assert time.monotonic() < end, "no new replica"
-        await asyncio.sleep(0.25)
+    await until_replaced(url, pid)
     answer = await client.completions.create(model=MODEL, prompt="abc", max_tokens=3)
     assert answer.choices[0].text
+
+
+def rank_pids() -> set[int]:
+    found = set()
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                if (entry / "cmdline").read_bytes().startswith(b"ray::Rank"):
+                    found.add(int(entry.name))
+            except OSError:
+                continue
+    return found
+
+
+async def test_a_killed_follower_fails_its_requests_and_is_replaced(
+    tiny_llama: Path, url: str
+) -> None:
+    """Rank 0 then waits in a collective, or fails in it; the client hears which rank it was."""
+    from ray import serve
+
+    from spectrue.deploy.app import build_app
+
+    before = rank_pids()
+    config = ServerConfig(engine=engine_config(tiny_llama).replace(tp_size=2), serve=ServeSection())
+    await asyncio.to_thread(serve.run, build_app(config), name="tp2", route_prefix="/tp2")
+    url = f"{url}/tp2"
+    rank0 = status(url)["rank0_pid"]
+    (rank1,) = rank_pids() - before - {rank0}
+    body = {"model": MODEL, "prompt": "abc", "max_tokens": 450, "stream": True, **EXACT}
+    started = 0
+
+    async def one(http: httpx.AsyncClient) -> list[Any]:
+        nonlocal started
+        events = []
+        async with http.stream("POST", f"{url}/v1/completions", json=body) as response:
+            async for line in response.aiter_lines():
+                if line:
+                    events.append(line.removeprefix("data: "))
+                    started += len(events) == 1
+        assert events.pop() == "[DONE]"
+        return [json.loads(e) for e in events]
+
+    async with httpx.AsyncClient(timeout=30) as http:
+        calls = [asyncio.create_task(one(http)) for _ in range(3)]
+        while started < 3:
+            await asyncio.sleep(0.01)
+        os.kill(rank1, signal.SIGKILL)
+        for events in await asyncio.gather(*calls):
+            assert ["error" in e for e in events] == [False] * (len(events) - 1) + [True]
+            assert "rank 1 died" in events[-1]["error"]["message"]
+            assert events[-1]["error"]["code"] == "engine_dead"
+        await until_replaced(url, rank0)
+        answer = await http.post(
+            f"{url}/v1/completions", json={**body, "stream": False, "max_tokens": 20}
+        )
+        assert answer.json()["usage"]["completion_tokens"] == 20, answer.text
+    assert not rank_pids() & {rank0, rank1}
+    await asyncio.to_thread(serve.delete, "tp2")

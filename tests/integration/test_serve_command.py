@@ -6,12 +6,14 @@ import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 from uuid import uuid4
 
 import httpx
@@ -30,7 +32,30 @@ def marked(mark: str) -> list[str]:
     return found
 
 
-def test_serve_until_ctrl_c(tiny_llama, tmp_path):
+def check_real_curl(curl: list[str], body: dict[str, Any]) -> None:
+    """The printed command as it is, and a stream of the same request."""
+
+    def run(*more: str) -> str:
+        done = subprocess.run([*curl, "-sS", *more], capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    assert json.loads(run())["choices"][0]["message"]["role"] == "assistant"
+    stream = {**body, "max_tokens": 12, "ignore_eos": True, "stream": True}
+    stream["stream_options"] = {"include_usage": True}
+    curl[curl.index("-d") + 1] = json.dumps(stream)
+    text = run("-N", "-i")
+    head, _, rest = text.replace("\r\n", "\n").partition("\n\n")
+    assert head.startswith("HTTP/1.1 200")
+    assert "content-type: text/event-stream" in head.lower()
+    blocks = rest.split("\n\n")
+    assert blocks[-2:] == ["data: [DONE]", ""]
+    chunks = [json.loads(b.removeprefix("data: ")) for b in blocks[:-2]]
+    assert chunks[-1]["usage"]["completion_tokens"] == 12
+    assert chunks[-2]["choices"][0]["finish_reason"] == "length"
+
+
+def test_serve_until_ctrl_c(tiny_llama: Path, tmp_path: Path) -> None:
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
@@ -57,10 +82,14 @@ def test_serve_until_ctrl_c(tiny_llama, tmp_path):
         assert len(marked(mark)) > 5
         assert sum("ray::Rank" in c for c in marked(mark)) == 2
 
-        curl = shlex.split(re.search(r"curl .*", text)[0])
+        printed = re.search(r"curl .*", text)
+        assert printed is not None
+        curl = shlex.split(printed[0])
         body = json.loads(curl[curl.index("-d") + 1])
         answer = httpx.post(curl[1], json={**body, "max_tokens": 5, "ignore_eos": True}, timeout=60)
         assert answer.json()["usage"]["completion_tokens"] == 5, answer.text
+        if shutil.which("curl"):
+            check_real_curl(curl, body)
 
         server.send_signal(signal.SIGINT)
         assert server.wait(40) == 0

@@ -45,6 +45,7 @@ Tokens = tuple[int, ...]
 
 BLOCK_SIZE = 2
 EOS = 0
+EDGE = 1e-4  # of a uniform, from the end of an interval: above float32's error of a CDF
 
 torch.set_num_threads(1)  # on tensors this small a second thread only waits
 
@@ -138,12 +139,20 @@ def draft_law(logits: Law, params: SamplingParams) -> Law:
 
 
 def intervals(law: Law) -> list[tuple[int, float, float]]:
-    """(token, midpoint of its interval of the CDF, probability), tokens in order of their ids."""
+    """(token, a uniform of its interval of the CDF, probability), tokens in order of their ids.
+
+    The uniform lies next to one end or the other: from the middle a law that is somewhat wrong
+    still gives the same token.
+    """
     ends = np.cumsum(law) / law.sum()
     starts = np.concatenate([[0], ends[:-1]])
-    return [
-        (t, float(starts[t] + ends[t]) / 2, float(ends[t] - starts[t])) for t in np.flatnonzero(law)
-    ]
+    found = []
+    for t in np.flatnonzero(law):
+        width = float(ends[t] - starts[t])
+        edge = min(EDGE, width / 2)
+        low = (t + int(1e6 * width)) % 2  # either, as good as at random
+        found.append((t, float(starts[t] + edge if low else ends[t] - edge), width))
+    return found
 
 
 @dataclass
@@ -240,11 +249,11 @@ class Setup:
         draft = self.draft_law(prefix + drafts[:row])
         accept = min(1.0, target[drafts[row]] / draft[drafts[row]])
         if accept > 1e-12:
-            coin = {(position, dispatch.STREAM_COIN): accept / 2}
+            coin = {(position, dispatch.STREAM_COIN): accept - min(EDGE, accept / 2)}
             for more, p in self._rejections(prefix, drafts, row + 1):
                 yield coin | more, accept * p
         if accept < 1 - 1e-12:
-            coin = {(position, dispatch.STREAM_COIN): (1 + accept) / 2}
+            coin = {(position, dispatch.STREAM_COIN): accept + min(EDGE, (1 - accept) / 2)}
             residual = np.maximum(target - draft, 0)
             for _, u, p in intervals(residual):
                 yield coin | {(position, dispatch.STREAM_DRAW): u}, (1 - accept) * p
