@@ -145,11 +145,12 @@ class AsyncEngine:
                         self._lock.notify_all()
             self._finish("the engine was shut down")
         except Exception as e:
-            # Whatever broke, nobody may wait for a step that will not come.
+            # Whatever broke, nobody may wait for a step that will not come. Followers may be in
+            # the middle of one: they are not told, they end with this process.
             logger.exception("the engine loop died")
             self._finish(f"the engine died: {type(e).__name__}: {e}")
-        finally:
-            with contextlib.suppress(Exception):  # the followers may be what died
+        else:
+            with contextlib.suppress(Exception):  # a follower may have died since the last step
                 self.engine.executor.shutdown()
 
     def _wake(self) -> None:

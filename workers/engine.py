@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import secrets
 from collections import Counter
@@ -123,10 +124,11 @@ class Engine:
 
     def abort(self, request_id: str) -> RequestOutput | None:
         """End a request between steps; None if it is unknown or has ended already."""
-        processor = self.processors.pop(request_id, None)
+        processor = self.processors.get(request_id)
         if processor is None:
             return None
         self.scheduler.finish(processor.state)
+        del self.processors[request_id]  # not before: if `finish` fails, `end_all` ends it
         return processor.end("abort")
 
     def step(self) -> list[RequestOutput]:
@@ -151,17 +153,18 @@ class Engine:
             except Exception as e:  # of a tokenizer, say: the fault of one request ends that one
                 logger.exception("request %s failed", state.request.request_id)
                 kept, output = [], processor.end("error", f"{type(e).__name__}: {e}")
+            self._outputs.append(output)  # from here on it is handed out, whatever fails
+            if output.finish_reason is not None:
+                del self.processors[state.request.request_id]
             num_computed += slot_output.num_accepted_tokens
             self.scheduler.commit(state, num_computed, kept, slot_output.num_draft_computed_tokens)
             if output.finish_reason is not None:
-                del self.processors[state.request.request_id]
                 self.scheduler.finish(state, faulty=output.finish_reason == "error")
             self.stats.num_committed_tokens += len(kept)
             self.stats.num_verify_steps += 1
             self.stats.num_drafts += slot_output.num_draft_tokens > 0
             self.stats.num_draft_tokens += slot_output.num_draft_tokens
             self.stats.num_accepted_tokens += slot_output.num_accepted_tokens
-            self._outputs.append(output)
         if not self.processors:
             self.check_integrity()
         outputs, self._outputs = self._outputs, []
@@ -174,7 +177,8 @@ class Engine:
         """
         outputs, self._outputs = self._outputs, []
         for processor in self.processors.values():
-            self.scheduler.finish(processor.state)
+            with contextlib.suppress(Exception):  # the queues may be what broke
+                self.scheduler.finish(processor.state)
             outputs.append(processor.end(reason, error))
         self.processors.clear()
         return outputs

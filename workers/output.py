@@ -80,7 +80,7 @@ class OutputProcessor:
         )
 
     def end(self, reason: FinishReason, error: str | None = None) -> RequestOutput:
-        """The final output of a request that ends otherwise: aborted, or by a fault. Never fails."""
+        """The final output of a request that no step ended: aborted, or by a fault. Never fails."""
         try:
             text = self.flush()
         except Exception:  # whatever the tokenizer has, the request ends now

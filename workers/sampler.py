@@ -302,7 +302,7 @@ def _logprobs(law: Tensor, token_ids: list[int], num_top: int) -> tuple[TokenLog
     """Of one law a token, [len(token_ids), vocab]: raw logits or processed ones."""
     logprobs = law.float().log_softmax(-1)
     chosen = logprobs.gather(1, torch.tensor(token_ids, dtype=torch.int64)[:, None]).squeeze(1)
-    values, ids = logprobs.topk(num_top, -1)
+    values, ids = logprobs.topk(min(num_top, law.shape[1]), -1)
     return tuple(
         TokenLogprobs(token_id=token, logprob=p, top=tuple(zip(i, v, strict=True)))
         for token, p, i, v in zip(

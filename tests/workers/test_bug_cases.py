@@ -164,7 +164,7 @@ def test_the_law_outlives_the_memory_it_was_drawn_from(
 
     def recycle(batch: Any) -> Tensor:
         for tensor in seen:
-            tensor.copy_(tensor.roll(1, 1)) if poison == "another row" else tensor.fill_(poison)
+            tensor.copy_(tensor.roll(1, 1) if isinstance(poison, str) else torch.tensor(poison))
         seen.clear()
         return forward(batch)
 
@@ -225,13 +225,15 @@ def test_a_bad_row_ends_its_request_alone(
         rows = logits(hidden)
         if steps == 4:  # the first rows are those of the first request
             assert rows is not None
-            if bad == "one nan":
-                rows[0, 50] = math.nan
+            if isinstance(bad, float):
+                rows[0] = bad
+            elif bad == "all masked":
+                rows[0] = -math.inf
             else:
-                rows[0] = -math.inf if bad == "all masked" else bad
+                rows[0, 50] = math.nan
         return rows
 
-    worker.target.logits = spoil  # type: ignore[method-assign]
+    worker.target.logits = spoil  # type: ignore[method-assign, assignment]
     got = complete(engine, *requests)
     assert got[0].finish_reason == "error"
     assert got[0].last is not None
@@ -309,7 +311,12 @@ def test_logprobs_are_those_of_plain_decoding(
     tiny_llama: Path, temperature: float, mode: str
 ) -> None:
     """sglang#14046, llama.cpp#27972: one for each token, of the real law."""
-    params = {"seed": 2, "temperature": temperature, "logprobs": 3, "logprobs_mode": mode}
+    params: dict[str, Any] = {
+        "seed": 2,
+        "temperature": temperature,
+        "logprobs": 3,
+        "logprobs_mode": mode,
+    }
     requests = [make_request(f"r{i}", p, **params) for i, p in enumerate(PROMPTS)]
     want = complete(make_engine(tiny_llama), *requests)
     for drafter in ("ngram", "draft_model"):
@@ -399,9 +406,9 @@ def test_a_greedy_neighbour_stays_greedy_under_ties(tiny_llama: Path) -> None:
         rows[:, [21, 63, 100]] = rows.amax(1, keepdim=True) + 1
         return rows
 
-    worker.target.logits = tied  # type: ignore[method-assign]
+    worker.target.logits = tied  # type: ignore[method-assign, assignment]
     greedy = [make_request(f"g{i}", p, temperature=0.0) for i, p in enumerate(PROMPTS[:3])]
-    sampled = [make_request(f"s{i}", p) for i, p in enumerate(PROMPTS[:3])]
+    sampled = [make_request(f"s{i}", p, ignore_eos=True) for i, p in enumerate(PROMPTS[:3])]
     done = complete(engine, *greedy, *sampled)
     assert all(set(c.token_ids) == {21} for c in done[:3])
     assert all(len(set(c.token_ids)) > 1 for c in done[3:])

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from spectrue.workers.engine import Engine
 from spectrue.workers.errors import EngineOverloadedError, InvalidRequestError
 
 from ..conftest import make_tiny_model
@@ -143,7 +144,10 @@ def test_memory_and_budget_change_no_text(
     tiny_llama: Path, other_llama: Path, drafter: str
 ) -> None:
     """Preemption, chunked prefill and prefix caching are invisible."""
-    make = lambda **o: make_engine(tiny_llama, drafter, 3, other_llama, **o)  # noqa: E731
+
+    def make(**options: Any) -> Engine:
+        return make_engine(tiny_llama, drafter, 3, other_llama, **options)
+
     want = run_all(make(enable_prefix_caching=False, max_num_batched_tokens=512))
     chunked = make(max_num_batched_tokens=8)
     assert run_all(chunked) == want

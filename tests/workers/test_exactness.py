@@ -32,7 +32,7 @@ CONFIGS = {
     ),
     "rejection": SpeculativeConfig(drafter="draft_model", draft_model="-"),
 }
-PARAMS = {
+PARAMS: dict[str, dict[str, Any]] = {
     "plain": {},
     "cold": {"temperature": 0.4},
     "hot": {"temperature": 2.5},

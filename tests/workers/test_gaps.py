@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +16,22 @@ from torch import Tensor
 from spectrue.workers.block_manager import BlockManager, BlockTable
 from spectrue.workers.config import SpeculativeConfig
 from spectrue.workers.core import (
+    MIN_TEMPERATURE,
     NewRequest,
     Request,
     SamplingParams,
     ScheduledRequest,
     SchedulerOutput,
+    SlotOutput,
 )
-from spectrue.workers.drafters.base import Drafter
+from spectrue.workers.drafters.base import Drafter, DraftProposal
 from spectrue.workers.drafters.draft_model import DraftModelDrafter
 from spectrue.workers.drafters.ngram import NgramDrafter
+from spectrue.workers.engine import Engine
+from spectrue.workers.errors import InvalidRequestError
 from spectrue.workers.executor import GroupExecutor
 from spectrue.workers.input_buffers import InputBuffers
+from spectrue.workers.output import OutputProcessor
 from spectrue.workers.parallel import TPGroup
 from spectrue.workers.policy import resolve_speculative
 from spectrue.workers.scheduler import RequestStatus
@@ -34,6 +40,7 @@ from spectrue.workers.speculative import speculative_step
 from ..conftest import make_tiny_model
 from . import toy
 from .harness import Completion, complete, make_engine, make_request
+from .test_output import Letters, ids, run
 from .test_scheduler import make_scheduler, make_state, run_step
 
 LOOP = [5, 9, 12, 7] * 4
@@ -137,6 +144,77 @@ def test_accepted_drafts_are_not_computed_again(tiny_llama: Path) -> None:
     assert done.last.spec_decode.num_drafts == 6
 
 
+def count_tokens(engine: Engine) -> list[int]:
+    """The sizes of the draft model's forwards from now on."""
+    assert isinstance(engine.executor, GroupExecutor)
+    runner = engine.executor.worker.drafter.runner  # type: ignore[attr-defined]
+    forward, sizes = runner.forward, []
+
+    def count(batch: Any) -> Tensor:
+        sizes.append(len(batch.input_ids))
+        return forward(batch)  # type: ignore[no-any-return]
+
+    runner.forward = count
+    return sizes
+
+
+def test_the_drafter_is_fed_each_token_once(tiny_llama: Path) -> None:
+    engine = make_engine(tiny_llama, "draft_model", 3, tiny_llama)
+    sizes = count_tokens(engine)
+    (done,) = complete(engine, make_request("r", LOOP, temperature=0.0, ignore_eos=True))
+    assert sum(sizes) < len(LOOP) + len(done.token_ids)
+
+
+def test_catching_up_keeps_to_the_budget(tiny_llama: Path) -> None:
+    engine = make_engine(tiny_llama, "draft_model", 3, tiny_llama, max_num_batched_tokens=16)
+    prompt = list(range(10, 60))
+    complete(engine, make_request("off", prompt, temperature=0.0, num_speculative_tokens=0))
+    sizes = count_tokens(engine)
+    complete(engine, make_request("on", prompt, temperature=0.0, ignore_eos=True))
+    assert sum(sizes) > 48
+    assert max(sizes) <= 16
+
+
+def test_coupled_drafts_know_the_choice(tiny_llama: Path) -> None:
+    engine = make_engine(tiny_llama, "draft_model", 3, tiny_llama)
+    requests = [make_request(f"r{c}", LOOP, choice=c, seed=1, ignore_eos=True) for c in range(3)]
+    complete(engine, *requests)
+    assert engine.stats.num_accepted_tokens == engine.stats.num_draft_tokens > 0
+
+
+def test_an_id_in_use_is_refused(tiny_llama: Path) -> None:
+    engine = make_engine(tiny_llama)
+    engine.add_request(make_request("r", LOOP))
+    with pytest.raises(InvalidRequestError):
+        engine.add_request(make_request("r", LOOP))
+    assert engine.num_unfinished == 1
+
+
+@pytest.mark.parametrize("k", [0, 3])
+def test_steps_without_drafts_are_no_drafts(tiny_llama: Path, k: int) -> None:
+    engine = make_engine(tiny_llama, "draft_model", 3, tiny_llama)
+    (done,) = complete(engine, make_request("r", LOOP, num_speculative_tokens=k, ignore_eos=True))
+    assert done.last is not None
+    stats = done.last.spec_decode
+    assert (stats.num_drafts == 0) == (k == 0)
+    assert stats.num_drafts == stats.num_verify_steps - 1 or k == 0
+
+
+def test_a_bad_draft_id_is_counted_under_match_too(tiny_llama: Path) -> None:
+    engine = make_engine(tiny_llama, "ngram")
+    assert isinstance(engine.executor, GroupExecutor)
+    drafter = engine.executor.worker.drafter
+    propose = drafter.propose
+
+    def spoil(plan: SchedulerOutput, buffers: InputBuffers) -> DraftProposal:
+        proposal = propose(plan, buffers)
+        return replace(proposal, token_ids=torch.full_like(proposal.token_ids, 128))
+
+    drafter.propose = spoil  # type: ignore[method-assign]
+    complete(engine, make_request("r", LOOP, temperature=0.0, ignore_eos=True))
+    assert engine.guards["draft_id_out_of_range"] == engine.stats.num_drafts > 0
+
+
 def test_blocks_forget_the_draft_kv_of_their_former_owner() -> None:
     blocks = BlockManager(1, 4)
     for num_draft_computed in (4, 0):
@@ -164,19 +242,12 @@ def test_freed_empty_blocks_are_taken_before_cached_ones() -> None:
 def test_a_prefix_hit_spares_the_drafter_too(tiny_llama: Path) -> None:
     engine = make_engine(tiny_llama, "draft_model", 3, tiny_llama)
     assert isinstance(engine.executor, GroupExecutor)
-    runner = engine.executor.worker.drafter.runner  # type: ignore[attr-defined]
-    forward, fed = runner.forward, [0]
-
-    def count(batch: Any) -> Tensor:
-        fed[-1] += len(batch.input_ids)
-        return forward(batch)  # type: ignore[no-any-return]
-
-    runner.forward = count
+    sizes = count_tokens(engine)
     request = make_request("r", list(range(20, 55)), temperature=0.0, max_tokens=2)
-    for _ in range(2):
-        complete(engine, request)
-        fed.append(0)
-    assert fed[0] - fed[1] == 32  # tokens, of 8 blocks
+    complete(engine, request)
+    first = sum(sizes)
+    complete(engine, request)
+    assert first - (sum(sizes) - first) == 32  # tokens, of 8 blocks
 
 
 # -- corners of one request ---------------------------------------------------------------------
@@ -224,15 +295,15 @@ def test_a_request_may_end_at_its_first_token(
     assert (len(full.token_ids), full.finish_reason) == (1, "length")  # the context has 17
 
 
-@pytest.mark.parametrize("temperature", [1e-6, 1e-3])
-def test_a_cold_row_is_greedy_in_all_but_name(tiny_llama: Path, temperature: float) -> None:
+def test_a_cold_row_is_greedy_in_all_but_name(tiny_llama: Path) -> None:
     engine = make_engine(tiny_llama, "draft_model", 3, tiny_llama)
     options: dict[str, Any] = {"ignore_eos": True}
     greedy = [make_request(f"g{i}", p, temperature=0.0, **options) for i, p in enumerate(PROMPTS)]
     want = [c.token_ids for c in complete(engine, *greedy)]
     engine.stats.num_draft_tokens = engine.stats.num_accepted_tokens = 0
     cold = [
-        make_request(f"c{i}", p, temperature=temperature, **options) for i, p in enumerate(PROMPTS)
+        make_request(f"c{i}", p, temperature=MIN_TEMPERATURE, **options)
+        for i, p in enumerate(PROMPTS)
     ]
     assert [c.token_ids for c in complete(engine, *cold)] == want
     assert engine.stats.num_accepted_tokens == engine.stats.num_draft_tokens > 0
@@ -248,6 +319,52 @@ def test_strengths_that_cancel_are_still_penalties() -> None:
             prompt=(1, 2, 3, 1, 2),
         )
         assert toy.total_variation(toy.output_law(setup), toy.joint_law(setup)) < 1e-5
+
+
+def test_an_ignored_eos_is_not_masked(tiny_llama: Path) -> None:
+    engine = make_engine(tiny_llama)
+    options: dict[str, Any] = {"min_tokens": 4, "max_tokens": 6, "logit_bias": ((0, 100.0),)}
+    (done,) = complete(engine, make_request("r", LOOP, ignore_eos=True, **options))
+    assert done.token_ids == [0] * 6
+
+
+# -- stops --------------------------------------------------------------------------------------
+
+
+def test_a_stop_string_may_end_at_min_tokens() -> None:
+    text, outputs, _ = run(["abcstop"], stop=("c",), min_tokens=3)
+    assert (text, outputs[-1].stop_reason) == ("ab", "c")
+    text, outputs, _ = run(["abcstop"], stop=("c",), min_tokens=4)
+    assert (text, outputs[-1].finish_reason) == ("abcstop", None)
+
+
+def test_of_two_stops_at_one_place_the_longest_counts() -> None:
+    class Words(Letters):
+        def push(self, token_ids: Any) -> str:
+            return "".join({1: "a", 2: "stop"}[t] for t in token_ids)
+
+    for stops in (("op", "st", "stop"), ("stop", "st")):
+        params = SamplingParams(stop=stops, include_stop_str_in_output=True)
+        state = make_state([1])
+        state.request = replace(state.request, params=params)
+        processor = OutputProcessor(state, Words(), [])  # type: ignore[arg-type]
+        _, output = processor.process(SlotOutput(slot=0, token_ids=(1, 2)))
+        assert (output.text, output.stop_reason) == ("astop", "stop")
+
+
+@pytest.mark.parametrize("how", ["abort", "error"])
+def test_held_text_is_sent_when_nothing_follows(how: str) -> None:
+    state = make_state([1], max_tokens=20)
+    state.request = replace(state.request, params=SamplingParams(stop=("stop",)))
+    processor = OutputProcessor(state, Letters(), [])  # type: ignore[arg-type]
+    kept, output = processor.process(SlotOutput(slot=0, token_ids=tuple(ids("ast"))))
+    assert output.text == "a"
+    state.token_ids += kept
+    if how == "abort":
+        output = processor.end("abort")
+    else:
+        _, output = processor.process(SlotOutput(slot=0, token_ids=tuple(ids("o")), error="NaN"))
+    assert (output.text, output.finish_reason) == ("st" if how == "abort" else "sto", how)
 
 
 # -- requests together --------------------------------------------------------------------------
@@ -351,7 +468,7 @@ def test_a_bad_row_is_its_owners_in_a_mixed_batch(tiny_llama: Path, bad: int) ->
                 rows[4 * bad] = torch.nan
             return rows
 
-        target.logits = spoil  # type: ignore[method-assign]
+        target.logits = spoil  # type: ignore[method-assign,assignment]
         requests = [
             make_request(str(i), PROMPTS[i], ignore_eos=True, **kind)  # type: ignore[arg-type]
             for i, kind in enumerate(kinds)
@@ -371,7 +488,7 @@ def test_raw_logprobs_are_of_the_model_alone(tiny_llama: Path, drafter: str) -> 
         {"temperature": 2.0, "top_p": 0.5, "repetition_penalty": 1.5},
         {"temperature": 1.0, "logit_bias": ((7, 50.0),)},
     ):
-        request = make_request("r", LOOP, max_tokens=1, logprobs=20, **params)  # type: ignore[arg-type]
+        request = make_request("r", LOOP, max_tokens=1, logprobs=20, **params)
         (done,) = complete(engine, request)
         tops.append(done.logprobs[0])
     law = dict(tops[0].top)
@@ -417,15 +534,15 @@ class ThreadGroup(TPGroup):
 
     def __init__(self, rank: int, barrier: threading.Barrier, mail: list[Any]) -> None:
         super().__init__(rank, 2)
-        self.barrier = barrier
+        self.meeting = barrier
         self.mail = mail
 
     def broadcast_object(self, obj: Any) -> Any:
         if self.rank == 0:
             self.mail[0] = obj
-        self.barrier.wait(10)
+        self.meeting.wait(10)
         got = self.mail[0]
-        self.barrier.wait(10)
+        self.meeting.wait(10)
         return got
 
     def broadcast_(self, x: Tensor) -> Tensor:
@@ -437,8 +554,10 @@ class Follower(toy.ToyRunner):
         return None  # type: ignore[return-value]  # logits are gathered to rank 0
 
 
-def rank_steps(config: SpeculativeConfig, group: TPGroup, steps: int) -> Iterator[InputBuffers]:
-    """The buffers, after each step, of a rank that runs three requests over toys."""
+def rank_steps(
+    config: SpeculativeConfig, group: TPGroup, steps: int
+) -> Iterator[tuple[InputBuffers, Tensor, Tensor]]:
+    """A rank's buffers, target KV and draft KV after each step of three requests over toys."""
     runner = toy.ToyRunner if group.rank == 0 else Follower
     target: Any = runner(4, seed=1)
     draft: Any = runner(4, seed=2)
@@ -452,7 +571,7 @@ def rank_steps(config: SpeculativeConfig, group: TPGroup, steps: int) -> Iterato
     drafter: Drafter = NgramDrafter(1, 3, group)
     if config.drafter == "draft_model":
         drafter = DraftModelDrafter(draft, group, max_num_seqs=3, k=2, max_num_tokens=64)
-    kinds = ({"temperature": 0.0}, {"seed": 3}, {})
+    kinds: list[dict[str, Any]] = [{"temperature": 0.0}, {"seed": 3}, {}]
     prompt = (1, 2, 3, 1, 2)
     new = tuple(
         NewRequest(
@@ -460,7 +579,7 @@ def rank_steps(config: SpeculativeConfig, group: TPGroup, steps: int) -> Iterato
             request=Request(
                 request_id=str(i),
                 prompt_token_ids=prompt,
-                params=SamplingParams(**kinds[i]),  # type: ignore[arg-type]
+                params=SamplingParams(**kinds[i]),
             ),
             seed=i,
         )
@@ -483,7 +602,7 @@ def rank_steps(config: SpeculativeConfig, group: TPGroup, steps: int) -> Iterato
             new_requests=() if step else new,
         )
         speculative_step(plan, buffers, target, drafter, group)
-        yield buffers
+        yield buffers, target.kv, draft.kv
 
 
 @pytest.mark.parametrize(
@@ -501,10 +620,11 @@ def test_a_follower_holds_what_rank_0_decided(config: SpeculativeConfig) -> None
 
     def run(rank: int) -> None:
         try:
-            *_, buffers = rank_steps(config, ThreadGroup(rank, barrier, mail), 6)
+            *_, (buffers, *kv) = rank_steps(config, ThreadGroup(rank, barrier, mail), 6)
             results[rank] = (
                 [buffers.token_ids[i, :n].tolist() for i, n in enumerate(buffers.num_tokens)],
                 list(buffers.num_draft_computed),
+                [pool.tolist() for pool in kv],  # both were fed the same tokens
             )
         except BaseException as e:
             results[rank] = e

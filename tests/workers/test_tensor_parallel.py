@@ -67,7 +67,7 @@ def _run_rank(
                     if noisy:
                         _noisy(self)
 
-            worker_module.Worker = Recorded  # type: ignore[misc]
+            worker_module.Worker = Recorded  # type: ignore[misc, assignment]
             worker_module.follow(config, group)
             buffers = made[0].buffers
             tokens = None

@@ -151,7 +151,7 @@ def intervals(law: Law) -> list[tuple[int, float, float]]:
         width = float(ends[t] - starts[t])
         edge = min(EDGE, width / 2)
         low = (t + int(1e6 * width)) % 2  # either, as good as at random
-        found.append((t, float(starts[t] + edge if low else ends[t] - edge), width))
+        found.append((int(t), float(starts[t] + edge if low else ends[t] - edge), width))
     return found
 
 
