@@ -13,6 +13,7 @@ from spectrue.workers.forward_batch import ForwardBatch
 MAX_GROUPED_QUERIES = 16  # longer query lengths are prefill: one call per request
 GROUP_SLACK = 1.25  # requests share a call while the longest KV is at most this times the shortest
 GROUP_TOKENS = 64  # ... plus this
+KV_MULTIPLE = 64  # tokens; see _attend on why decode and verify shall see one KV length
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +79,8 @@ def _make(
     query_len = batch.query_lens[members[0]]
     lens = [batch.seq_lens[i] for i in members]
     kv_len = max(lens)
+    if query_len <= MAX_GROUPED_QUERIES:
+        kv_len = -(-kv_len // KV_MULTIPLE) * KV_MULTIPLE
     seq_lens = torch.tensor(lens, device=device)[:, None]
     # Padding reads the request's own last token, never a slot that may hold another's NaN: a masked
     # weight is 0, and 0 * NaN is NaN.
@@ -97,7 +100,7 @@ def _make(
         hidden = kv_positions > query_positions[:, :, None]  # [size, query_len, kv_len]
         mask = torch.zeros(hidden.shape, dtype=dtype, device=device)
         mask = mask.masked_fill_(hidden, float("-inf"))[:, None]
-        if query_len <= MAX_GROUPED_QUERIES:  # query heads are folded into the query axis
+        if 1 < query_len <= MAX_GROUPED_QUERIES:  # query heads are folded into the query axis
             mask = mask.repeat(1, 1, queries_per_kv, 1)
     return _Group(len(members), query_len, kv_len, slots, mask, causal, rows)
 
@@ -130,8 +133,14 @@ def _attend(query: Tensor, kv: Tensor, group: _Group) -> Tensor:
         # Query heads of one KV head go into the query axis, so that K and V are read once.
         grouped = query.view(size, query_len, num_kv_heads, fold, head_dim)
         grouped = grouped.permute(0, 2, 3, 1, 4).reshape(size, num_kv_heads, -1, head_dim)
+        if query_len == 1:
+            # Twice the same row: a product with few rows is summed in another order, and in bf16
+            # one last bit here is 0.3 of a logit thirty layers on. So decode equals verify.
+            grouped = grouped.repeat(1, 1, 2, 1)
         out = F.scaled_dot_product_attention(grouped, key, value, group.mask)
-        if query_len > 1:
+        if query_len == 1:
+            out = out[:, :, :fold]
+        else:
             out = out.view(size, num_kv_heads, fold, query_len, head_dim).permute(0, 3, 1, 2, 4)
         return out.reshape(size * query_len, num_heads * head_dim)
 

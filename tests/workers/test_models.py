@@ -270,3 +270,37 @@ def test_default_model_knows_berlin(dtype: str) -> None:
         fed = [int(logits[-1].argmax())]
         ids += fed
     assert "Berlin" in tokenizer.decode(ids)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("length", [5, 30, 62])
+def test_decode_and_verify_agree_to_the_bit(tiny_llama: Path, dtype: str, length: int) -> None:
+    """A row's logits and KV depend on its text alone, not on how many rows are beside it.
+
+    So a seeded text does not change with drafts or company, and a greedy tie falls one way. In bf16
+    the last bit of one sum would be 0.3 of a logit thirty layers on.
+    """
+    assert linear.packing_ops() is not None, "only packed layers promise it"
+    model = load_model(tiny_llama, dtype)
+    tokens = tokens_of(length + 4, seed=3)
+
+    def batch(pieces: list[tuple[int, int]], slots: list[int]) -> ForwardBatch:
+        return ForwardBatch.build(
+            token_ids=[tokens[start:stop] for start, stop in pieces],
+            starts=[start for start, _ in pieces],
+            block_tables=torch.arange(4 * 16, dtype=torch.int32).view(4, 16)[slots],
+            block_size=8,
+        )
+
+    kv_cache = model.new_kv_cache(4 * 16, 8)
+    model.forward(batch([(0, length)], [0]), kv_cache)
+    decoded = [model.forward(batch([(i, i + 1)], [0]), kv_cache) for i in range(length, length + 4)]
+    decoded_kv = [layer.clone() for layer in kv_cache.layers]
+    alone = model.forward(batch([(length, length + 4)], [0]), kv_cache)
+    assert torch.equal(torch.cat(decoded), alone)
+    assert all(torch.equal(a, b) for a, b in zip(decoded_kv, kv_cache.layers, strict=True))
+    company = [(length, length + 4), (length - 1, length), (0, 3), (length - 4, length)]
+    together = model.forward(batch(company, [0, 1, 2, 3]), kv_cache)
+    assert torch.equal(together[:4], alone)
+    for rows in (1, 2, 3):
+        assert torch.equal(model.compute_logits(alone[:rows]), model.compute_logits(alone)[:rows])  # type: ignore[index, arg-type]

@@ -18,6 +18,10 @@ PACKABLE = (torch.bfloat16, torch.float32)
 PACK_ROWS = 1
 
 
+# Of the row counts that sum alike the fastest: 4 rows take 11.4 ms where 2 take 12.7.
+MIN_ROWS = 4
+
+
 @functools.cache
 def packing_ops() -> tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]] | None:
     """(pack, linear, linear + binary) of oneDNN, which inductor's freezing uses; None if absent."""
@@ -40,7 +44,12 @@ def packing_ops() -> tuple[Callable[..., Any], Callable[..., Any], Callable[...,
 
 
 class Linear:
-    """x -> x W^T + b, inference only. Packing replaces the weight: it is not held twice."""
+    """x -> x W^T + b, inference only. Packing replaces the weight: it is not held twice.
+
+    A packed layer gives a row the same bits whichever rows are beside it, so that decode, verify
+    and every batch agree. Alone it would not: oneDNN sums a single row in another order, so a
+    single row is given MIN_ROWS times.
+    """
 
     __slots__ = ("_binary", "_linear", "_weight", "bias", "packed")
 
@@ -60,6 +69,8 @@ class Linear:
 
     def __call__(self, x: Tensor) -> Tensor:
         if self.packed:
+            if x.shape[0] == 1:
+                return self(x.repeat(MIN_ROWS, 1))[:1]
             out: Tensor = self._linear(x, self._weight, self.bias, "none", [], "")
             return out
         return F.linear(x, self._weight, self.bias)
@@ -67,6 +78,8 @@ class Linear:
     def plus(self, x: Tensor, residual: Tensor) -> Tensor:
         """self(x) + residual, added before the result is rounded where the op can."""
         if self.packed:
+            if x.shape[0] == 1:
+                return self.plus(x.repeat(MIN_ROWS, 1), residual.repeat(MIN_ROWS, 1))[:1]
             out: Tensor = self._binary(x, residual, self._weight, self.bias, "add")
             return out
         return F.linear(x, self._weight, self.bias).add_(residual)

@@ -17,6 +17,7 @@ from spectrue.workers.models.layers import (
     check_shards,
     column_parallel,
 )
+from spectrue.workers.models.linear import MIN_ROWS
 from spectrue.workers.models.rope import RotaryEmbedding, rotate_
 from spectrue.workers.parallel import TPGroup
 from spectrue.workers.weights import WeightReader
@@ -50,6 +51,7 @@ class Attention:
     ) -> Tensor:
         heads, kv_heads = self.num_heads, self.num_kv_heads
         qkv = self.qkv(x).view(-1, heads + 2 * kv_heads, self.head_dim)
+        qkv = qkv[: batch.input_ids.shape[0]]  # a lone token's copies stay outside
         query = qkv[:, :heads]
         if self.q_norm is not None and self.k_norm is not None:
             query.copy_(self.q_norm(query))
@@ -59,6 +61,8 @@ class Attention:
         kv = qkv[:, heads:].view(-1, 2, kv_heads, self.head_dim)
         kv_cache.write(self.layer, batch.slot_mapping, kv)
         attended = paged_attention(query, kv_cache.layers[self.layer], metadata)
+        if attended.shape[0] != x.shape[0]:
+            attended = attended.repeat(x.shape[0], 1)
         return self.out(attended, residual)
 
 
@@ -109,10 +113,13 @@ class LlamaModel:
         )
         rope = self.rope.tables(batch.positions)
         x = self.vocab.embed(batch.input_ids)
+        num_tokens = x.shape[0]
+        if num_tokens == 1:
+            x = x.repeat(MIN_ROWS, 1)  # here once, and not in every layer (see Linear)
         for layer in self.layers:
             x = layer.attention(layer.attention_norm(x), x, rope, batch, kv_cache, metadata)
             x = layer.mlp(layer.mlp_norm(x), x)
-        return self.norm(x)
+        return self.norm(x)[:num_tokens]
 
     @torch.no_grad()
     def compute_logits(
