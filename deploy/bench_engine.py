@@ -11,6 +11,7 @@ from pathlib import Path
 from spectrue.workers.config import EngineConfig
 from spectrue.workers.core import Request, SamplingParams
 from spectrue.workers.engine import Engine
+from spectrue.workers.errors import ConfigError
 
 PROMPTS = (
     "What is the capital of Germany?",
@@ -21,6 +22,12 @@ PROMPTS = (
     "Summarise the causes of the French Revolution in one paragraph.",
     "A train leaves at 9:40 and arrives at 13:05. How long is the journey? Show your steps.",
     "Draft a polite e-mail that asks a colleague to move tomorrow's meeting to Friday.",
+)
+
+
+PROMPT_RULE = (
+    "each line must be a JSON object with one of the keys turns (a list of strings), prompt or "
+    "text (a string)"
 )
 
 
@@ -44,10 +51,28 @@ class BenchResult:
 
 def read_prompts(path: Path) -> list[str]:
     """The first turns of a JSON-lines file with `turns`, `prompt` or `text` (MT-Bench, Alpaca)."""
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except (OSError, UnicodeDecodeError) as e:
+        raise ConfigError(f"cannot read the prompts file {path}: {e}") from None
     prompts = []
-    for line in path.read_text().splitlines():
-        row = json.loads(line)
-        prompts.append(row["turns"][0] if "turns" in row else row.get("prompt", row.get("text")))
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError):
+            row = None
+        prompt = None
+        if isinstance(row, dict):
+            turns = row.get("turns")
+            first = turns[0] if isinstance(turns, list) and turns else None
+            prompt = first or row.get("prompt") or row.get("text")
+        if not isinstance(prompt, str):
+            raise ConfigError(f"{path}, line {number}: {PROMPT_RULE}")
+        prompts.append(prompt)
+    if not prompts:
+        raise ConfigError(f"the prompts file {path} is empty; {PROMPT_RULE}")
     return prompts
 
 
@@ -103,6 +128,7 @@ def run(
     as_json: bool = False,
 ) -> None:
     """Load, warm up, measure and print a table (or JSON)."""
+    import torch
     from rich.console import Console
     from rich.table import Table
 
@@ -121,11 +147,18 @@ def run(
         run_batch(engine, PROMPTS[:batch_size], warm, batch_size)
     with console.status(f"{len(prompts)} prompts of up to {max_tokens} tokens"):
         result = run_batch(engine, prompts, params, batch_size)
-    if as_json:
-        print(json.dumps(asdict(result) | {"model": config.name, "dtype": engine.info.dtype}))
-        return
     resolved = engine.info.resolved
     k = resolved.num_speculative_tokens
+    if as_json:
+        more = {
+            "model": config.name,
+            "dtype": engine.info.dtype,
+            "num_speculative_tokens": k,
+            "verify_method": resolved.verify_method,
+            "threads": torch.get_num_threads(),
+        }
+        print(json.dumps(asdict(result) | more))
+        return
     table = Table(
         title=f"{config.name}, {engine.info.dtype}, T={temperature:g}", title_justify="left"
     )

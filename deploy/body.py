@@ -9,6 +9,7 @@ from typing import Any
 from fastapi import Request
 
 from spectrue.deploy.http_errors import ApiError
+from spectrue.workers.core import cut, shown
 
 MAX_BODY_BYTES = 2**20
 
@@ -45,10 +46,10 @@ def _check_content_type(header: str | None) -> None:
     kind, _, parameters = header.partition(";")
     kind = kind.strip().lower()
     if kind != "application/json" and not kind.endswith("+json"):
-        raise _bad(f"Content-Type must be application/json, got {kind!r}.", status=415)
+        raise _bad(f"Content-Type must be application/json, got {shown(kind)}.", status=415)
     charset = re.search(r"charset\s*=\s*\"?([^\s\";]+)", parameters, re.IGNORECASE)
     if charset and charset[1].lower() not in ("utf-8", "utf8"):
-        raise _bad(f"The charset must be utf-8, got {charset[1]!r}.", status=415)
+        raise _bad(f"The charset must be utf-8, got {shown(charset[1])}.", status=415)
 
 
 def parse_object(body: bytes) -> dict[str, Any]:
@@ -81,7 +82,7 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         seen: set[str] = set()
         for key, _ in pairs:
             if key in seen:
-                raise _bad(f"The JSON body has the key {key!r} twice.", param=key)
+                raise _bad(f"The JSON body has the key {shown(key)} twice.", param=key)
             seen.add(key)
     return result
 
@@ -102,4 +103,4 @@ def _check_surrogates(value: dict[str, Any]) -> None:
                 item.encode("utf-8")
             except UnicodeEncodeError:
                 where = path.encode("ascii", "backslashreplace").decode()
-                raise _bad(f"{where} has a lone surrogate.", param=where) from None
+                raise _bad(f"{cut(where)} has a lone surrogate.", param=where) from None

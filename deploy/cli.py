@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,15 +13,27 @@ from rich.console import Console
 from spectrue.workers.config import EngineConfig, SpeculativeConfig
 from spectrue.workers.errors import SpectrueError
 
-app = typer.Typer(
-    no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__
-)
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 bench = typer.Typer(no_args_is_help=True, help="Measurements.")
 app.add_typer(bench, name="bench")
 
 
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        try:
+            print(f"spectrue {metadata.version('spectrue')}")
+        except metadata.PackageNotFoundError:  # run from a checkout that is not installed
+            print("spectrue, version unknown (not installed as a package)")
+        raise typer.Exit
+
+
 @app.callback()
-def _root() -> None:
+def _root(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_print_version, is_eager=True, help="Print it, exit."),
+    ] = False,
+) -> None:
     """Exact speculative decoding on Ray Serve."""
 
 
@@ -99,7 +112,9 @@ def generate(
         bool, typer.Option("--chat/--raw", help="Through the chat template, or as it is.")
     ] = True,
     model: Model = None,
-    max_tokens: Annotated[int, typer.Option(min=1)] = 256,
+    max_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Default: 256, or less where the context ends.")
+    ] = None,
     temperature: float = 1.0,
     top_p: float = 1.0,
     top_k: int = 0,
@@ -131,7 +146,7 @@ def generate(
         cpu_threads=cpu_threads,
     )
     params = SamplingParams(
-        max_tokens=max_tokens,
+        max_tokens=256 if max_tokens is None else max_tokens,
         temperature=temperature,
         top_p=top_p,
         top_k=top_k,
@@ -139,7 +154,8 @@ def generate(
         seed=seed,
         stop=tuple(stop or ()),
     )
-    run(config, prompt, params, chat=chat, console=Console(stderr=True))
+    fit = max_tokens is None
+    run(config, prompt, params, chat=chat, console=Console(stderr=True), fit=fit)
 
 
 @bench.command("engine")

@@ -22,6 +22,7 @@ from spectrue.workers.config import (
     SpeculativeConfig,
     VerifyMethod,
 )
+from spectrue.workers.core import shown
 from spectrue.workers.errors import ConfigError
 
 ENV_PREFIX = "SPECTRUE_"
@@ -102,7 +103,10 @@ def load_config(
     tree = _read_yaml(path)
     _validate(tree, str(path))  # blames the file for what is in the file
     for name, text in _environment(environ).items():
-        _set(tree, name, yaml.safe_load(text))
+        try:
+            _set(tree, name, yaml.safe_load(text))
+        except yaml.YAMLError:
+            raise ConfigError(f"{_env_name(name)} is not valid YAML: {shown(text)}") from None
         _validate(tree, f"the environment ({_env_name(name)})")
     for name, value in (flags or {}).items():
         if value is not None:
@@ -157,11 +161,32 @@ def _environment(environ: Mapping[str, str]) -> dict[str, str]:
 NOT_SETTINGS = frozenset({"SPECTRUE_CACHE", "SPECTRUE_TEST_MODEL"})
 
 
+class _TwiceError(Exception):
+    """A key that a mapping has twice."""
+
+
+class _Loader(yaml.SafeLoader):
+    """PyYAML's own would take the last of two equal keys and say nothing."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        lines: dict[str, int] = {}
+        for key, _ in node.value:
+            line = key.start_mark.line + 1
+            if isinstance(key, yaml.ScalarNode):
+                if key.value in lines:
+                    where = f"lines {lines[key.value]} and {line}"
+                    raise _TwiceError(f"the key {key.value} is there twice, in {where}")
+                lines[key.value] = line
+        return super().construct_mapping(node, deep)
+
+
 def _read_yaml(path: Path) -> dict[str, Any]:
     try:
-        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+        tree = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
     except OSError as e:
         raise ConfigError(f"cannot read the config file {path}: {e.strerror or e}") from None
+    except _TwiceError as e:
+        raise ConfigError(f"{path}: {e}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as e:
         raise ConfigError(f"{path} is not valid YAML: {e}") from None
     if tree is None:
@@ -198,7 +223,7 @@ def _validate(tree: dict[str, Any], source: str) -> Config:
                 f"{section or 'the top level'} are {', '.join(_keys(loc[:-1]))}"
             ) from None
         raise ConfigError(
-            f"{source}: {'.'.join(loc)}: {error['msg']}, got {error['input']!r}"
+            f"{source}: {'.'.join(loc)}: {error['msg']}, got {shown(error['input'])}"
         ) from None
 
 

@@ -10,6 +10,7 @@ from fastapi.responses import JSONResponse
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 
+from spectrue.workers.core import cut, shown
 from spectrue.workers.errors import (
     EngineDeadError,
     EngineOverloadedError,
@@ -38,7 +39,7 @@ class ApiError(Exception):
         super().__init__(message)
         self.status = status
         self.message = message
-        self.param = param
+        self.param = None if param is None else cut(param)  # a client's key may be long
         self.code = code
         self.headers = dict(headers or {})
 
@@ -64,7 +65,7 @@ class ApiError(Exception):
 def model_not_found(model: str, served: str) -> ApiError:
     return ApiError(
         404,
-        f"The model {model!r} does not exist; this server has {served!r}.",
+        f"The model {shown(model)} does not exist; this server has {served!r}.",
         param="model",
         code="model_not_found",
     )
@@ -109,18 +110,21 @@ def _validation_error(exc: ValidationError) -> ApiError:
     kind = error["type"]
     if kind == "extra_forbidden":
         return ApiError(
-            400, f"Unrecognized request argument: {param}", param=param, code="unknown_parameter"
+            400,
+            f"Unrecognized request argument: {cut(param)}",
+            param=param,
+            code="unknown_parameter",
         )
     if kind == "missing":
         return ApiError(
             400,
-            f"Missing required parameter: {param}",
+            f"Missing required parameter: {cut(param)}",
             param=param,
             code="missing_required_parameter",
         )
     return ApiError(
         400,
-        f"Invalid value for {param or 'the body'}: {error['msg']}",
+        f"Invalid value for {cut(param) or 'the body'}: {error['msg']}",
         param=param or None,
         code="invalid_type" if kind.endswith(("_type", "_parsing")) else "invalid_value",
     )
@@ -132,7 +136,7 @@ def install(app: FastAPI) -> None:
     async def answer(request: Request, exc: Exception) -> JSONResponse:
         error = to_api_error(exc)
         if isinstance(exc, HTTPException) and exc.status_code in (404, 405):
-            error.message = f"{exc.detail}: {request.method} {request.url.path}"
+            error.message = f"{exc.detail}: {request.method} {cut(request.url.path)}"
         return error.response()
 
     for kind in (ApiError, ValidationError, SpectrueError, HTTPException, Exception):

@@ -17,7 +17,7 @@ from spectrue.deploy.protocol import (
     CompletionRequest,
     SamplingBody,
 )
-from spectrue.workers.core import Request, SamplingParams
+from spectrue.workers.core import Request, SamplingParams, cut, shown
 from spectrue.workers.errors import InvalidRequestError
 
 
@@ -54,7 +54,7 @@ def build_requests(
         raise InvalidRequestError("stream_options needs stream: true", "stream_options")
     n = 1 if body.n is None else body.n
     if not 1 <= n <= MAX_CHOICES:
-        raise InvalidRequestError(f"n must be in [1, {MAX_CHOICES}], got {n}", "n")
+        raise InvalidRequestError(f"n must be in [1, {MAX_CHOICES}], got {shown(n)}", "n")
     prompts = _prompts(body, tokenizer)
     if len(prompts) * n > model.max_requests:
         raise InvalidRequestError(
@@ -87,7 +87,7 @@ def chat_prompt(messages: Sequence[ChatMessage], tokenizer: Tokenizer) -> tuple[
         raise
     except Exception as e:  # the template is the checkpoint's code; it refuses orders of roles
         raise InvalidRequestError(
-            f"the model's chat template refused these messages: {e}", "messages"
+            f"the model's chat template refused these messages: {cut(str(e))}", "messages"
         ) from e
 
 
@@ -105,7 +105,7 @@ def _check_prompt(prompt: tuple[int, ...], field: str, model: ServedModel) -> No
     for token in prompt:
         if not 0 <= token < model.vocab_size:
             raise InvalidRequestError(
-                f"{field} must have token ids in [0, {model.vocab_size}), got {token}", field
+                f"{field} must have token ids in [0, {model.vocab_size}), got {shown(token)}", field
             )
     if len(prompt) >= model.max_model_len:
         raise _too_long(
@@ -126,7 +126,7 @@ def _max_tokens(body: SamplingBody, model: ServedModel, prompt_len: int) -> tupl
     if newer is not None:
         if value is not None and value != newer:
             raise InvalidRequestError(
-                f"max_completion_tokens = {newer} contradicts max_tokens = {value}",
+                f"max_completion_tokens = {shown(newer)} contradicts max_tokens = {shown(value)}",
                 "max_completion_tokens",
             )
         value, field = newer, "max_completion_tokens"
@@ -134,11 +134,11 @@ def _max_tokens(body: SamplingBody, model: ServedModel, prompt_len: int) -> tupl
     if value is None:
         return rest, field
     if value < 1:
-        raise InvalidRequestError(f"{field} must be at least 1, got {value}", field)
+        raise InvalidRequestError(f"{field} must be at least 1, got {shown(value)}", field)
     if value > rest:
         raise _too_long(
-            f"{field} = {value} and a prompt of {prompt_len} tokens exceed the model's context of "
-            f"{model.max_model_len} tokens; at most {rest} are left.",
+            f"{field} = {shown(value)} and a prompt of {prompt_len} tokens exceed the model's "
+            f"context of {model.max_model_len} tokens; at most {rest} are left.",
             field,
         )
     return value, field
@@ -171,7 +171,7 @@ def _sampling_params(
     }
     if body.min_tokens is not None and body.min_tokens > max_tokens:
         raise InvalidRequestError(
-            f"min_tokens = {body.min_tokens} is more than {max_tokens_field} = {max_tokens}",
+            f"min_tokens = {shown(body.min_tokens)} is more than {max_tokens_field} = {max_tokens}",
             "min_tokens",
         )
     params = SamplingParams(
@@ -197,7 +197,9 @@ def _logprobs(body: CompletionRequest | ChatCompletionRequest) -> int | None:
             raise InvalidRequestError("top_logprobs needs logprobs: true", "top_logprobs")
         return None
     if top is not None and not 0 <= top <= 20:
-        raise InvalidRequestError(f"top_logprobs must be in [0, 20], got {top}", "top_logprobs")
+        raise InvalidRequestError(
+            f"top_logprobs must be in [0, 20], got {shown(top)}", "top_logprobs"
+        )
     return top or 0
 
 
@@ -206,7 +208,7 @@ def _logit_bias(biases: dict[str, float] | None) -> tuple[tuple[int, float], ...
     for key, bias in (biases or {}).items():
         if not (key.isascii() and key.isdecimal() and len(key) <= 10):
             raise InvalidRequestError(
-                f"logit_bias keys must be token ids, got {key!r}", "logit_bias"
+                f"logit_bias keys must be token ids, got {shown(key)}", "logit_bias"
             )
         if int(key) in result:
             raise InvalidRequestError(f"logit_bias has token {int(key)} twice", "logit_bias")
@@ -241,7 +243,9 @@ def _num_speculative_tokens(body: SamplingBody, model: ServedModel) -> int | Non
             f"speculative.enabled cannot be honoured: {why}", "speculative.enabled"
         )
     if k is not None and not 0 <= k <= most:
-        raise InvalidRequestError(f"{name} must be in [0, {most}] on this server, got {k}", name)
+        raise InvalidRequestError(
+            f"{name} must be in [0, {most}] on this server, got {shown(k)}", name
+        )
     if options.enabled is False:
         if k:
             raise InvalidRequestError(f"{name} = {k} contradicts speculative.enabled: false", name)

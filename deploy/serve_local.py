@@ -43,6 +43,7 @@ def serve_local(config: ServerConfig, console: Console) -> None:
     signal.signal(signal.SIGINT, _interrupt)  # a shell's background job comes with it ignored
     start = time.monotonic()
     descendants = Descendants()
+    ready = False
     try:
         _check_port(config.serve.host, config.serve.port)
         with _step(console, f"Looking for {config.engine.model}"):
@@ -52,10 +53,11 @@ def serve_local(config: ServerConfig, console: Console) -> None:
                 _start_ray(config)
             with _step(console, f"Loading {config.engine.name}") as status:
                 _deploy(config, status, console)
+            ready = True
             _print_ready(config, console, time.monotonic() - start)
             _block(console)
         finally:
-            _stop(console, descendants)
+            _stop(console, descendants, config.serve.graceful_shutdown_timeout if ready else None)
     except KeyboardInterrupt:
         console.print("Stopped.")
 
@@ -233,36 +235,45 @@ def _block(console: Console) -> None:
             before = now
 
 
-def _stop(console: Console, descendants: Descendants) -> None:
-    """Running requests may finish first; a second signal ends them."""
+def _stop(console: Console, descendants: Descendants, patience: float | None) -> None:
+    """Running requests may finish first, for `patience` seconds; a second signal ends them.
+
+    None: the server was never ready, so there are none to speak of.
+    """
     try:
         descendants.note()
-        _drain(console)
+        _drain(console, patience)
     except KeyboardInterrupt:
-        console.print("Ending them.")
+        if patience is not None:
+            console.print("Ending them.")
     except Exception as e:  # Serve is broken; all its processes are ended all the same
         console.print(f"Could not drain: {e}", markup=False, highlight=False)
     finally:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # what follows takes a moment and must be done
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         descendants.note()
-        patience = 0.0  # an interrupted ray.init() leaves processes that nobody tells to go
+        wait = 0.0  # an interrupted ray.init() leaves processes that nobody tells to go
         try:
             if "ray" in sys.modules and (ray := sys.modules["ray"]).is_initialized():
-                patience = 5.0
+                wait = 5.0
                 ray.shutdown()
         finally:
-            descendants.end(patience)
+            descendants.end(wait)
 
 
-def _drain(console: Console) -> None:
+def _drain(console: Console, patience: float | None) -> None:
     """Serve gives up at serve.graceful_shutdown_timeout, and itself ends with its Ray."""
     import ray
     from ray import serve
 
     if not ray.is_initialized() or APP not in serve.status().applications:
         return
-    console.print("\nStopping, running requests may finish; Ctrl-C again ends them ...")
+    if patience is not None:
+        console.print(
+            f"\nStopping, running requests may finish (up to {patience:g} s); "
+            "Ctrl-C again ends them ...",
+            highlight=False,
+        )
     # NOTE: in this thread, although it blocks. One that outlives ray.shutdown() starts a new Ray.
     serve.delete(APP, _blocking=False)
     while APP in serve.status().applications:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from spectrue.workers.errors import ConfigError
 
@@ -11,11 +11,18 @@ DrafterName = Literal["none", "ngram", "draft_model"]
 VerifyMethod = Literal["auto", "match", "rejection"]
 DraftSampling = Literal["auto", "greedy", "sampled", "coupled"]
 DType = Literal["auto", "bfloat16", "float16", "float32"]
+Device = Literal["auto", "cpu", "cuda"]
 
 
 def _check(ok: bool, setting: str, rule: str, value: object) -> None:
     if not ok:
         raise ConfigError(f"{setting} must be {rule}, got {value!r}")
+
+
+def _check_choice(setting: str, choices: Any, value: object) -> None:
+    """`choices` is a Literal. Callers without pydantic, such as `generate`, rely on this."""
+    names = get_args(choices)
+    _check(value in names, setting, f"one of {', '.join(names)}", value)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +40,9 @@ class SpeculativeConfig:
 
     def __post_init__(self) -> None:
         p = "speculative."
+        _check_choice(p + "drafter", DrafterName, self.drafter)
+        _check_choice(p + "verify_method", VerifyMethod, self.verify_method)
+        _check_choice(p + "draft_sampling", DraftSampling, self.draft_sampling)
         k = self.num_speculative_tokens
         _check(0 <= k <= 16, p + "num_speculative_tokens", "in [0, 16]", k)
         _check(self.ngram_min >= 1, p + "ngram_min", "at least 1", self.ngram_min)
@@ -60,7 +70,7 @@ class EngineConfig:
     model: str
     served_model_name: str | None = None
     dtype: DType = "auto"
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    device: Device = "auto"
     tp_size: int = 1
     cpu_threads: int | None = None  # per rank
     max_model_len: int | None = None  # tokens, prompt and output
@@ -74,6 +84,8 @@ class EngineConfig:
     speculative: SpeculativeConfig = field(default_factory=SpeculativeConfig)
 
     def __post_init__(self) -> None:
+        _check_choice("dtype", DType, self.dtype)
+        _check_choice("device", Device, self.device)
         for name in (
             "tp_size",
             "max_num_seqs",

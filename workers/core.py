@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Sized
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -20,9 +21,27 @@ MAX_BAD_WORDS = 256  # token sequences, each at most MAX_STOP_LENGTH long
 MAX_STOP_LENGTH = 256
 
 
+MAX_SHOWN = 100  # characters of a client's value that an error repeats
+
+
+def shown(value: object) -> str:
+    """`value` for an error message, which never repeats long input."""
+    return cut(repr(value))
+
+
+def cut(text: str) -> str:
+    return text if len(text) <= MAX_SHOWN else text[: MAX_SHOWN - 3] + "..."
+
+
 def _check(ok: bool, param: str, rule: str, value: object) -> None:
     if not ok:
-        raise InvalidRequestError(f"{param} must be {rule}, got {value!r}", param)
+        raise InvalidRequestError(f"{param} must be {rule}, got {shown(value)}", param)
+
+
+def _check_count(ok: bool, param: str, rule: str, items: Sized, what: str) -> None:
+    """For lists: says how many there are, and not which."""
+    if not ok:
+        raise InvalidRequestError(f"{param} must be {rule}, got {len(items)} {what}", param)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,32 +112,36 @@ class SamplingParams:
             f"in [0, max_tokens = {self.max_tokens}]",
             self.min_tokens,
         )
-        _check(
+        _check_count(
             len(self.stop) <= MAX_STOP_STRINGS
             and all(0 < len(s) <= MAX_STOP_LENGTH for s in self.stop),
             "stop",
             f"at most {MAX_STOP_STRINGS} strings of 1 to {MAX_STOP_LENGTH} characters",
             self.stop,
+            "strings",
         )
-        _check(
+        _check_count(
             len(self.logit_bias) <= MAX_LOGIT_BIAS
             and all(-100 <= bias <= 100 for _, bias in self.logit_bias),
             "logit_bias",
             f"at most {MAX_LOGIT_BIAS} entries in [-100, 100]",
             self.logit_bias,
+            "entries",
         )
-        _check(
+        _check_count(
             len(self.stop_token_ids) <= MAX_STOP_TOKEN_IDS,
             "stop_token_ids",
             f"at most {MAX_STOP_TOKEN_IDS} token ids",
-            f"{len(self.stop_token_ids)} ids",
+            self.stop_token_ids,
+            "ids",
         )
-        _check(
+        _check_count(
             len(self.bad_words) <= MAX_BAD_WORDS
             and all(0 < len(word) <= MAX_STOP_LENGTH for word in self.bad_words),
             "bad_words",
             f"at most {MAX_BAD_WORDS} sequences of 1 to {MAX_STOP_LENGTH} tokens",
-            f"{len(self.bad_words)} sequences",
+            self.bad_words,
+            "sequences",
         )
         _check(
             self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS,
@@ -147,12 +170,13 @@ class SamplingParams:
         for name, tokens in ids.items():
             for token in tokens:
                 _check(0 <= token < vocab_size, name, f"token ids in [0, {vocab_size})", token)
-        _check(
+        _check_count(
             len({word[0] for word in self.bad_words if len(word) == 1} | set(self.stop_token_ids))
             < vocab_size,
             "stop_token_ids",
             "such that with bad_words they leave a token to choose",
-            f"{len(self.stop_token_ids)} ids",
+            self.stop_token_ids,
+            "ids",
         )
 
 

@@ -337,3 +337,64 @@ async def test_a_500_says_nothing_of_its_inside(
     assert r.status_code == 500
     assert r.json()["error"]["type"] == "server_error"
     assert "secret" not in json.dumps(r.json())
+
+
+LONG = "z" * 100_000
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"model": LONG},
+        {"stop": LONG},
+        {"stop": [LONG] * 2},
+        {"stop": [LONG[:20]] * 10_000},
+        {"logit_bias": {str(i): 1 for i in range(50_000)}},
+        {"logit_bias": {LONG: 1}},
+        {"logit_bias": {"1": LONG}},
+        {"logprobs_mode": LONG},
+        {"seed": int("9" * 4000)},
+        {"n": int("9" * 4000)},
+        {"max_tokens": int("9" * 4000)},
+        {"min_tokens": int("9" * 4000)},
+        {"prompt": [int("9" * 4000)]},
+        {LONG: 1},
+        {"speculative": {LONG: 1}},
+        {"speculative": {"num_speculative_tokens": int("9" * 4000)}},
+    ],
+    ids=lambda fields: str(fields)[:30],
+)
+async def test_long_input_is_not_echoed(server: Server, fields: dict[str, Any]) -> None:
+    r = await server.complete(**fields)
+    assert r.status_code in (400, 404), r.text[:200]
+    assert len(r.content) < 600
+
+
+async def test_other_long_input_is_not_echoed(server: Server) -> None:
+    twice = f'{{"{LONG}": 1, "{LONG}": 1}}'.encode()
+    surrogate = f'{{"{LONG}": "\\ud800"}}'.encode()
+    answers = [
+        await server.http.post("/v1/completions", content=twice),
+        await server.http.post("/v1/completions", content=surrogate),
+        await server.http.post(
+            "/v1/completions", content=GOOD, headers={"content-type": "text/" + LONG[:5000]}
+        ),
+        await server.http.get("/v2/" + LONG[:5000]),
+        await server.http.get("/v1/models/" + LONG[:5000]),
+    ]
+    assert [r.status_code for r in answers] == [400, 400, 415, 404, 404]
+    for r in answers:
+        assert len(r.content) < 600
+
+
+@pytest.mark.parametrize(
+    ("fields", "count"),
+    [
+        ({"stop": ["a"] * 10_000}, "got 10000 strings"),
+        ({"logit_bias": {str(i): 1 for i in range(2000)}}, "got 2000 entries"),
+    ],
+    ids=["stop", "logit_bias"],
+)
+async def test_lists_are_counted(server: Server, fields: dict[str, Any], count: str) -> None:
+    r = await server.complete(**fields)
+    assert r.json()["error"]["message"].endswith(count)

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import io
+import json
+import re
 import socket
 import subprocess
 import sys
 from collections.abc import Collection
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 from spectrue.deploy import cli, serve_local
+from spectrue.deploy.bench_engine import read_prompts
 from spectrue.deploy.config import ServerConfig, load_config
 from spectrue.workers.errors import ConfigError
 
@@ -96,6 +102,111 @@ def test_help_loads_nothing_heavy() -> None:
         done = run_without(everything, *args)
         assert done.returncode == 0, done.stderr
         assert "Usage: spectrue" in done.stdout
+        if args == ["--help"]:
+            assert "Exact speculative decoding on Ray Serve." in done.stdout
+
+
+def test_version() -> None:
+    result = CliRunner().invoke(cli.app, ["--version"])
+    assert result.exit_code == 0
+    assert result.output.startswith("spectrue")
+
+
+def main_error(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *args: str
+) -> str:
+    monkeypatch.setattr(sys, "argv", ["spectrue", *args])
+    with pytest.raises(SystemExit) as e:
+        cli.main()
+    assert e.value.code == 1
+    return capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flag", ["verify-method", "drafter", "draft-sampling", "dtype"])
+@pytest.mark.parametrize("command", [["generate", "hi"], ["bench", "engine"]])
+def test_unknown_choices_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    command: list[str],
+    flag: str,
+) -> None:
+    error = main_error(monkeypatch, capsys, *command, f"--{flag}", "foo")
+    assert re.search(rf"{flag.replace('-', '_')} must be one of .*, got 'foo'", error)
+
+
+@pytest.mark.parametrize("command", [["generate", "hi"], ["bench", "engine"]])
+def test_an_empty_model_directory(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    command: list[str],
+) -> None:
+    error = main_error(monkeypatch, capsys, *command, "--model", str(tmp_path))
+    assert "config.json" in error
+    assert "tokenizer" not in error
+
+
+def test_generate_refuses_more_than_the_context_leaves(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tiny_llama: Path
+) -> None:
+    args = ["generate", "abc", "--raw", "--model", str(tiny_llama), "--max-model-len", "20"]
+    error = main_error(monkeypatch, capsys, *args, "--max-tokens", "20")
+    assert "max_tokens = 20" in error
+    assert "20 tokens" in error
+    monkeypatch.setattr(sys, "argv", ["spectrue", *args])  # the default takes what is left
+    with pytest.raises(SystemExit) as e:
+        cli.main()
+    assert e.value.code == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "where"),
+    [
+        (None, "cannot read"),
+        ("", "is empty"),
+        ("\n\n", "is empty"),
+        ('{"prompt": "a"}\nhello\n', ", line 2: "),
+        ('{"question": "a"}\n', ", line 1: "),
+        ('{"turns": []}\n', ", line 1: "),
+        ('{"text": 5}\n', ", line 1: "),
+        ('["a"]\n', ", line 1: "),
+    ],
+)
+def test_bad_prompts_files(tmp_path: Path, text: str | None, where: str) -> None:
+    file = tmp_path / "p.jsonl"
+    if text is not None:
+        file.write_text(text)
+    with pytest.raises(ConfigError) as e:
+        read_prompts(file)
+    assert str(file) in str(e.value)
+    assert where in str(e.value)
+    if text is not None:
+        assert "turns (a list of strings), prompt or text" in str(e.value)
+
+
+def test_good_prompts_files(tmp_path: Path) -> None:
+    file = tmp_path / "p.jsonl"
+    file.write_text('{"turns": ["a", "b"]}\n{"prompt": "c"}\n\n{"text": "d\\u2028"}\n')
+    assert read_prompts(file) == ["a", "c", "d\u2028"]
+
+
+@pytest.mark.parametrize("patience", [None, 7.0])
+def test_only_a_server_that_was_ready_says_that_requests_may_finish(
+    monkeypatch: pytest.MonkeyPatch, patience: float | None
+) -> None:
+    applications = iter([[serve_local.APP], []])
+    serve = SimpleNamespace(
+        status=lambda: SimpleNamespace(applications=next(applications, [])),
+        delete=lambda name, _blocking: None,
+    )
+    ray = SimpleNamespace(is_initialized=lambda: True, serve=serve)
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    console = Console(file=io.StringIO(), width=200)
+    serve_local._drain(console, patience)
+    assert isinstance(console.file, io.StringIO)
+    said = console.file.getvalue()
+    assert ("may finish (up to 7 s)" in said) == (patience is not None)
+    assert bool(said) == (patience is not None)
 
 
 # Not pydantic: typer 0.29 needs it itself. `deploy.config` and `deploy.protocol` are what use it.
@@ -106,7 +217,11 @@ def test_bench_engine_without_ray_and_fastapi(tiny_llama: Path) -> None:
     args = ["bench", "engine", "--model", str(tiny_llama), "--max-tokens", "4", "--json"]
     done = run_without(NO_SERVING, *args)
     assert done.returncode == 0, done.stderr
-    assert '"tokens_per_second"' in done.stdout
+    result = json.loads(done.stdout)
+    assert result["tokens_per_second"] > 0
+    assert result["num_speculative_tokens"] == 3
+    assert result["verify_method"] == "match"
+    assert result["threads"] >= 1
 
 
 def test_generate_without_ray_and_fastapi(tiny_llama: Path) -> None:
@@ -116,3 +231,20 @@ def test_generate_without_ray_and_fastapi(tiny_llama: Path) -> None:
     assert first.stdout.strip()
     assert first.stdout != second.stdout
     assert "tokens, length" in first.stderr
+
+
+@pytest.mark.parametrize("failing", ["_start_ray", "_deploy", "_print_ready"])
+def test_a_failed_start_is_not_ready(monkeypatch: pytest.MonkeyPatch, failing: str) -> None:
+    def fail(*args: object) -> None:
+        raise ConfigError("no")
+
+    stopped: list[float | None] = []
+    monkeypatch.setattr(serve_local.signal, "signal", lambda *args: None)
+    monkeypatch.setattr(serve_local, "_check_port", lambda *args: None)
+    monkeypatch.setattr(serve_local, "_with_local_model", lambda config, console: config)
+    monkeypatch.setattr(serve_local, "_stop", lambda *args: stopped.append(args[-1]))
+    for name in ("_start_ray", "_deploy", "_print_ready"):
+        monkeypatch.setattr(serve_local, name, fail if name == failing else lambda *args: None)
+    with pytest.raises(ConfigError, match="no"):
+        serve_local.serve_local(load_config(environ={}), Console(file=io.StringIO()))
+    assert stopped == [60.0 if failing == "_print_ready" else None]

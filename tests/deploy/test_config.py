@@ -100,6 +100,8 @@ def test_a_draft_model_chooses_its_drafter(tmp_path: Path) -> None:
         ("engine: {tp_size: 0}", r"tp_size must be at least 1"),
         ("engine: {speculative: {num_speculative_tokens: 17}}", r"num_speculative_tokens"),
         ("engine: [", r"not valid YAML"),
+        ("engine: {tp_size: 1, tp_size: 2}", r"c\.yaml: the key tp_size is there twice"),
+        ("serve: {}\nengine: {}\nserve:\n", r"the key serve is there twice, in lines 1 and 3"),
         ("- 1", r"must hold a mapping"),
     ],
 )
@@ -115,6 +117,8 @@ def test_mistakes_name_their_source(tmp_path: Path) -> None:
         load(tmp_path, environ={"SPECTRUE_PORT": "x"})
     with pytest.raises(ConfigError, match=r"unknown environment variable SPECTRUE_PROT"):
         load(tmp_path, environ={"SPECTRUE_PROT": "1"})
+    with pytest.raises(ConfigError, match=r"SPECTRUE_PORT is not valid YAML"):
+        load(tmp_path, environ={"SPECTRUE_PORT": "["})
     with pytest.raises(ConfigError, match=r"the command line"):
         load(tmp_path, flags={"engine.dtype": "int8"})
     with pytest.raises(ConfigError, match=r"cannot read the config file"):

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from spectrue.workers.config import SpeculativeConfig
+from spectrue.workers.config import EngineConfig, SpeculativeConfig
 from spectrue.workers.core import SamplingParams
 from spectrue.workers.errors import ConfigError
 from spectrue.workers.policy import (
@@ -126,3 +126,23 @@ def test_only_all_greedy_is_greedy() -> None:
 def test_bad_settings_are_named(options: dict[str, Any], name: str) -> None:
     with pytest.raises(ConfigError, match=name):
         SpeculativeConfig(**options)
+
+
+@pytest.mark.parametrize(
+    ("name", "choices"),
+    [
+        ("drafter", "none, ngram, draft_model"),
+        ("verify_method", "auto, match, rejection"),
+        ("draft_sampling", "auto, greedy, sampled, coupled"),
+    ],
+)
+def test_unknown_choices_are_refused(name: str, choices: str) -> None:
+    with pytest.raises(ConfigError) as e:
+        SpeculativeConfig(**{name: "foo"})  # type: ignore[arg-type]
+    assert str(e.value) == f"speculative.{name} must be one of {choices}, got 'foo'"
+
+
+@pytest.mark.parametrize("name", ["dtype", "device"])
+def test_unknown_engine_choices_are_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^{name} must be one of auto, .*, got 'foo'$"):
+        EngineConfig(model="m", **{name: "foo"})  # type: ignore[arg-type]
