@@ -94,7 +94,7 @@ def _with_local_model(config: ServerConfig, console: Console) -> ServerConfig:
     engine = config.engine
 
     def report(text: str) -> None:
-        console.print(f"  {text}", style="dim", highlight=False)
+        console.print(f"  {text}", style="dim", highlight=False, soft_wrap=True)
 
     path = resolve_model(engine.model, progress=report)
     speculative = engine.speculative

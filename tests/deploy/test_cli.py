@@ -239,7 +239,7 @@ def test_a_failed_start_is_not_ready(monkeypatch: pytest.MonkeyPatch, failing: s
         raise ConfigError("no")
 
     stopped: list[float | None] = []
-    monkeypatch.setattr(serve_local.signal, "signal", lambda *args: None)
+    monkeypatch.setattr("signal.signal", lambda *args: None)
     monkeypatch.setattr(serve_local, "_check_port", lambda *args: None)
     monkeypatch.setattr(serve_local, "_with_local_model", lambda config, console: config)
     monkeypatch.setattr(serve_local, "_stop", lambda *args: stopped.append(args[-1]))
