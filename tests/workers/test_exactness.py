@@ -187,9 +187,9 @@ def test_dropping_after_the_draw_is_allowed_under_match() -> None:
 
 def test_fault_penalties_that_ignore_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
     """sglang's relaxed penalties (sglang#22049): one vector for all rows of a step."""
-    from spectrue.workers import sampler
+    from spectrue.workers import rows
 
-    penalise = sampler._penalise
+    penalise = rows._penalise
 
     def relaxed(
         edits: Any, buffers: InputBuffers, slot: int, first: int, drafts: list[int], vocab: int
@@ -197,6 +197,6 @@ def test_fault_penalties_that_ignore_drafts(monkeypatch: pytest.MonkeyPatch) -> 
         for j in range(len(drafts) + 1):
             penalise(edits, buffers, slot, first + j, [], vocab)
 
-    monkeypatch.setattr(sampler, "_penalise", relaxed)
+    monkeypatch.setattr(rows, "_penalise", relaxed)
     setup = make("match-sampled", {"frequency_penalty": 2.0})
     assert total_variation(output_law(setup), joint_law(setup)) > FAULT
