@@ -22,11 +22,12 @@ export RAY_AUTH_MODE ?= disabled
 export RAY_USAGE_STATS_ENABLED ?= 0
 # Threads of the suite's many small tensors shall not spin for each other on shared cores.
 TEST_ENV := OMP_WAIT_POLICY=passive
+TOOLS := curl
 
-.PHONY: help serve install install-test test test-slow check format clean
+.PHONY: help serve install install-test tools test test-slow check format clean
 
 help:
-	@sed -n '1,7p' Makefile; echo; echo "targets: serve install test test-slow check format clean"
+	@sed -n '1,7p' Makefile; echo; echo "targets: serve install tools test test-slow check format clean"
 
 serve: install
 	@env -u RAY_AUTH_MODE $(BIN)/spectrue serve $(if $(CONFIG),--config "$(CONFIG)") \
@@ -64,10 +65,13 @@ install-test: .venv/.installed-test
 	@$(PIP) install --quiet --progress-bar on $(INDEX) -c constraints.txt -e '.[test]'
 	@touch $@ .venv/.installed
 
-test: install-test
+tools:
+	@tests/fetch_tools.sh .cache/tools $(TOOLS)
+
+test: install-test tools
 	$(TEST_ENV) $(BIN)/python -m pytest -m "not slow" $(PYTEST_ARGS)
 
-test-slow: install-test
+test-slow: install-test tools
 	$(TEST_ENV) $(BIN)/python -m pytest -m slow $(PYTEST_ARGS)
 
 check: install-test

@@ -32,6 +32,19 @@ def marked(mark: str) -> list[str]:
     return found
 
 
+TOOLS = Path(__file__).parents[2] / ".cache" / "tools" / "usr"
+
+
+def find_tool(name: str) -> list[str]:
+    """The machine's, or the one that `make tools` fetched; a missing one fails by name."""
+    if (found := shutil.which(name)) is not None:
+        return [found]
+    fetched = shutil.which(name, path=str(TOOLS / "bin"))
+    assert fetched is not None, f"{name} is missing: run `make tools`"
+    libraries = ":".join(str(folder) for folder in (TOOLS / "lib").glob("*-linux-gnu"))
+    return ["env", f"LD_LIBRARY_PATH={libraries}", fetched]
+
+
 def check_real_curl(curl: list[str], body: dict[str, Any]) -> None:
     """The printed command as it is, and a stream of the same request."""
 
@@ -88,8 +101,7 @@ def test_serve_until_ctrl_c(tiny_llama: Path, tmp_path: Path) -> None:
         body = json.loads(curl[curl.index("-d") + 1])
         answer = httpx.post(curl[1], json={**body, "max_tokens": 5, "ignore_eos": True}, timeout=60)
         assert answer.json()["usage"]["completion_tokens"] == 5, answer.text
-        if shutil.which("curl"):
-            check_real_curl(curl, body)
+        check_real_curl([*find_tool("curl"), *curl[1:]], body)
 
         server.send_signal(signal.SIGINT)
         assert server.wait(40) == 0
