@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from spectrue.workers.config import EngineConfig
-from spectrue.workers.core import Request, SamplingParams
+from spectrue.workers.core import Request, SamplingParams, accept_length
 from spectrue.workers.engine import Engine
 from spectrue.workers.errors import ConfigError
 
@@ -107,7 +107,7 @@ def run_batch(
         num_output_tokens=stats["num_committed_tokens"],
         seconds=seconds,
         tokens_per_second=stats["num_committed_tokens"] / seconds,
-        accept_length=1 + stats["num_accepted_tokens"] / max(stats["num_verify_steps"], 1),
+        accept_length=accept_length(stats["num_accepted_tokens"], stats["num_verify_steps"]),
         steps=stats["num_steps"],
         model_share=inside["model"],
         verify_share=inside["verify"],

@@ -200,6 +200,11 @@ class TokenLogprobs:
     top: tuple[tuple[int, float], ...] = ()
 
 
+def accept_length(num_accepted_tokens: int, num_verify_steps: int) -> float:
+    """1 + raw accepted drafts, a mean over verify steps, those with k = 0 included."""
+    return 1 + num_accepted_tokens / max(num_verify_steps, 1)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpecDecodeStats:
     """One request's speculation so far. Raw accepts, before stop cuts (vLLM's meanings)."""
@@ -214,7 +219,7 @@ class SpecDecodeStats:
     @property
     def accept_length(self) -> float:
         """1 + accepted drafts, a mean over verify steps."""
-        return 1 + self.num_accepted_tokens / max(self.num_verify_steps, 1)
+        return accept_length(self.num_accepted_tokens, self.num_verify_steps)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,13 @@ from dataclasses import dataclass
 
 from spectrue.workers.block_manager import BlockManager
 from spectrue.workers.config import EngineConfig
-from spectrue.workers.core import FinishReason, Request, RequestOutput, StepOutput
+from spectrue.workers.core import (
+    FinishReason,
+    Request,
+    RequestOutput,
+    StepOutput,
+    accept_length,
+)
 from spectrue.workers.errors import EngineOverloadedError, InvalidRequestError
 from spectrue.workers.executor import Executor
 from spectrue.workers.output import OutputProcessor
@@ -37,7 +43,7 @@ class EngineStats:
 
     @property
     def accept_length(self) -> float:
-        return 1 + self.num_accepted_tokens / max(self.num_verify_steps, 1)
+        return accept_length(self.num_accepted_tokens, self.num_verify_steps)
 
 
 class Engine:

@@ -46,7 +46,7 @@ class InputBuffers:
         self.requests: list[NewRequest | None] = [None] * n
         self.methods: list[RowMethod] = ["greedy"] * n
         self.draft_modes: list[DraftMode] = ["greedy"] * n
-        self.gumbel = [False] * n
+        self.gumbel = torch.zeros(n, dtype=torch.bool)
 
         self.temperature = torch.zeros(n)
         self.top_k = torch.zeros(n, dtype=torch.int64)

@@ -89,7 +89,7 @@ def _target_tokens(scaled: Tensor, buffers: InputBuffers, rows: Rows, index: Ten
     """The target's own token at each row of `index`: argmax, or a draw keyed by position."""
     row_slots = rows.slot[index]
     greedy = buffers.temperature[row_slots] == 0
-    gumbel = torch.tensor(buffers.gumbel)[row_slots]
+    gumbel = buffers.gumbel[row_slots]
     token_ids = torch.empty(len(index), dtype=torch.int64)
     for kind, chosen in (("greedy", greedy), ("gumbel", gumbel), ("uniform", ~greedy & ~gumbel)):
         if not chosen.any():
