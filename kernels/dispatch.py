@@ -7,6 +7,7 @@ raises NotImplementedError: nothing falls back to another backend unless `use_ba
 from __future__ import annotations
 
 import functools
+import importlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -66,8 +67,10 @@ Platform = Literal["cpu", "cuda", "hip"]
 P = ParamSpec("P")
 T = TypeVar("T")
 
-# backend -> op -> implementation
+# backend -> op -> implementation; those of Triton are found at their first use, see _TRITON_OPS
 BACKENDS: dict[str, dict[str, Callable[..., Any]]] = {"reference": {}, "triton": {}}
+# op -> the module that has it in Triton. Imported late: a CPU machine has no triton.
+_TRITON_OPS: dict[str, str] = {}
 _DEFAULT: dict[Platform, str] = {"cpu": "reference", "cuda": "triton", "hip": "triton"}
 _override: ContextVar[str | None] = ContextVar("spectrue_kernels_backend", default=None)
 
@@ -106,14 +109,29 @@ def _op(specification: Callable[P, T]) -> Callable[P, T]:
         tensor = next(v for v in (*args, *kwargs.values()) if isinstance(v, Tensor))
         platform = platform_of(tensor.device)
         backend = _override.get() or _DEFAULT[platform]
-        implementation: Callable[P, T] | None = BACKENDS[backend].get(name)
-        if implementation is None:
-            raise NotImplementedError(
-                f"{name} has no implementation on {platform} (backend {backend!r})"
-            )
-        return implementation(*args, **kwargs)
+        return _implementation(backend, name, platform)(*args, **kwargs)
 
     return call
+
+
+def _implementation(backend: str, name: str, platform: Platform) -> Callable[..., Any]:
+    found = BACKENDS[backend].get(name)
+    if found is not None:
+        return found
+    where = f"on {platform} (backend {backend!r})"
+    module = _TRITON_OPS.get(name) if backend == "triton" else None
+    if module is None:
+        raise NotImplementedError(f"{name} has no implementation {where}")
+    try:
+        found = getattr(importlib.import_module(module), name)
+    except ModuleNotFoundError as error:
+        if error.name != "triton":
+            raise
+        raise NotImplementedError(
+            f"{name} {where} needs triton: pip install 'spectrue[gpu]'"
+        ) from error
+    BACKENDS[backend][name] = found
+    return found
 
 
 uniform = _op(reference.uniform)

@@ -1,7 +1,67 @@
+"""One set of test functions, run on the backend that SPECTRUE_TEST_BACKEND names.
+
+    reference   plain torch on the CPU (default)
+    interpret   Triton's interpreter on the CPU; needs TRITON_INTERPRET=1 from the start
+    gfx90a, gfx942, gfx950   compiled AMD code, executed on the CPU (tests/amdgcn)
+    cuda        Triton on a GPU
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+
 import pytest
 import torch
+
+from spectrue.kernels import dispatch
+
+BACKEND = os.environ.get("SPECTRUE_TEST_BACKEND", "reference")
+
+
+@dataclass(frozen=True)
+class Tier:
+    """How far a backend's parameters go."""
+
+    max_vocab: int
+    max_batch: int
+    bf16: bool  # whether half precision is computed as on hardware
+    statistics: int  # rows that a distribution test may draw
+
+
+TIERS = {
+    "reference": Tier(max_vocab=248320, max_batch=256, bf16=True, statistics=1_000_000),
+    "cuda": Tier(max_vocab=248320, max_batch=256, bf16=True, statistics=1_000_000),
+    "interpret": Tier(max_vocab=32000, max_batch=8, bf16=False, statistics=2_000),
+    **dict.fromkeys(
+        ("gfx90a", "gfx942", "gfx950"),
+        Tier(max_vocab=4097, max_batch=8, bf16=True, statistics=20_000),
+    ),
+}
+TIER = TIERS[BACKEND]
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _one_thread() -> None:
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _backend() -> Iterator[None]:
+    if BACKEND == "reference":
+        yield
+    elif BACKEND == "cuda":
+        with torch.device("cuda"):
+            yield
+    elif BACKEND == "interpret":
+        assert os.environ.get("TRITON_INTERPRET") == "1", "set TRITON_INTERPRET=1"
+        with dispatch.use_backend("triton"):
+            yield
+    else:
+        from spectrue.kernels.triton_launch import use_launcher
+
+        from tests.amdgcn.launcher import launcher_for
+
+        with dispatch.use_backend("triton"), use_launcher(launcher_for(BACKEND)):
+            yield
