@@ -23,6 +23,8 @@ from spectrue.kernels.philox import (
     STREAM_DRAW,
     STREAM_GUMBEL,
 )
+from spectrue.kernels.reference_draw import DRAW_ARGMAX, DRAW_GUMBEL, DRAW_UNIFORM
+from spectrue.kernels.reference_rows import RowStatistics
 from spectrue.kernels.reference_verify import (
     GUARD_DRAFT_ID_OUT_OF_RANGE,
     GUARD_DRAFT_LAW_CHANGED,
@@ -32,10 +34,15 @@ from spectrue.kernels.reference_verify import (
     GUARD_ROW_INVALID,
     NUM_GUARDS,
     PLACEHOLDER_TOKEN_ID,
+    MatchResult,
 )
+from spectrue.kernels.row_law import RowLaw
 
 __all__ = [
     "BACKENDS",
+    "DRAW_ARGMAX",
+    "DRAW_GUMBEL",
+    "DRAW_UNIFORM",
     "GUARD_DRAFT_ID_OUT_OF_RANGE",
     "GUARD_DRAFT_LAW_CHANGED",
     "GUARD_DRAFT_PROB_INVALID",
@@ -48,14 +55,24 @@ __all__ = [
     "STREAM_DRAFT",
     "STREAM_DRAW",
     "STREAM_GUMBEL",
+    "MatchResult",
     "Platform",
+    "RowLaw",
+    "RowStatistics",
+    "add_rms_norm",
     "argmax_lowest",
     "draw_gumbel",
     "draw_inverse_cdf",
     "gumbel",
     "logsumexp_rows",
+    "paged_attention",
     "platform_of",
     "process_logits",
+    "rms_norm",
+    "rope_write_kv",
+    "row_statistics",
+    "sample_rows",
+    "swiglu",
     "uniform",
     "use_backend",
     "valid_rows",
@@ -70,7 +87,25 @@ T = TypeVar("T")
 # backend -> op -> implementation; those of Triton are found at their first use, see _TRITON_OPS
 BACKENDS: dict[str, dict[str, Callable[..., Any]]] = {"reference": {}, "triton": {}}
 # op -> the module that has it in Triton. Imported late: a CPU machine has no triton.
-_TRITON_OPS: dict[str, str] = {}
+_TRITON_OPS: dict[str, str] = {
+    "argmax_lowest": "spectrue.kernels.triton_draw",
+    "draw_gumbel": "spectrue.kernels.triton_draw",
+    "draw_inverse_cdf": "spectrue.kernels.triton_draw",
+    "gumbel": "spectrue.kernels.triton_philox",
+    "logsumexp_rows": "spectrue.kernels.triton_rows",
+    "process_logits": "spectrue.kernels.triton_process",
+    "row_statistics": "spectrue.kernels.triton_rows",
+    "sample_rows": "spectrue.kernels.triton_draw",
+    "uniform": "spectrue.kernels.triton_philox",
+    "valid_rows": "spectrue.kernels.triton_rows",
+    "verify_match": "spectrue.kernels.triton_verify",
+    "verify_rejection": "spectrue.kernels.triton_rejection",
+    "add_rms_norm": "spectrue.kernels.triton_layers",
+    "paged_attention": "spectrue.kernels.triton_attention",
+    "rms_norm": "spectrue.kernels.triton_layers",
+    "rope_write_kv": "spectrue.kernels.triton_layers",
+    "swiglu": "spectrue.kernels.triton_layers",
+}
 _DEFAULT: dict[Platform, str] = {"cpu": "reference", "cuda": "triton", "hip": "triton"}
 _override: ContextVar[str | None] = ContextVar("spectrue_kernels_backend", default=None)
 
@@ -106,12 +141,20 @@ def _op(specification: Callable[P, T]) -> Callable[P, T]:
 
     @functools.wraps(specification)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
-        tensor = next(v for v in (*args, *kwargs.values()) if isinstance(v, Tensor))
-        platform = platform_of(tensor.device)
+        platform = platform_of(_device(*args, *kwargs.values()))
         backend = _override.get() or _DEFAULT[platform]
         return _implementation(backend, name, platform)(*args, **kwargs)
 
     return call
+
+
+def _device(*values: object) -> torch.device:
+    for value in values:
+        if isinstance(value, Tensor):
+            return value.device
+        if isinstance(value, RowLaw):
+            return value.logits.device
+    raise ValueError("an op needs a tensor to know its platform")
 
 
 def _implementation(backend: str, name: str, platform: Platform) -> Callable[..., Any]:
@@ -140,7 +183,14 @@ process_logits = _op(reference.process_logits)
 argmax_lowest = _op(reference.argmax_lowest)
 valid_rows = _op(reference.valid_rows)
 logsumexp_rows = _op(reference.logsumexp_rows)
+row_statistics = _op(reference.row_statistics)
+sample_rows = _op(reference.sample_rows)
 draw_inverse_cdf = _op(reference.draw_inverse_cdf)
 draw_gumbel = _op(reference.draw_gumbel)
 verify_match = _op(reference.verify_match)
 verify_rejection = _op(reference.verify_rejection)
+paged_attention = _op(reference.paged_attention)
+rms_norm = _op(reference.rms_norm)
+add_rms_norm = _op(reference.add_rms_norm)
+rope_write_kv = _op(reference.rope_write_kv)
+swiglu = _op(reference.swiglu)

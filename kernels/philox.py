@@ -7,27 +7,33 @@ The layout, for every stream (all words unsigned 32 bit; wider inputs give their
     key     = (seed bits 0..31, seed bits 32..63)
     counter = (block, position, choice, stream)
 
-`uniform` reads word 0 of block 0. `gumbel` reads word `token_id % 4` of block `token_id // 4`, so
-one call makes the noise of four consecutive token ids. In Triton this is
-`tl.philox(seed, block, position, choice, stream)`.
+In Triton this is `tl.philox(seed, block, position, choice, stream)`. `uniform` reads word 0 of
+block 0.
+
+Gumbel noise is -log of Exp(1) variables, and they are made in two levels, because the smallest of
+the 128 variables of a chunk of token ids is itself exponential (with rate 128), lies at a uniform
+place, and the others exceed it by fresh Exp(1) variables (they have no memory). So the largest
+noise of a chunk costs one Philox call, and a draw looks only into chunks that can win.
+
+    least of chunk c   -log(uniform of word 0) / 128, at place word 1 >> 25, block c of GUMBEL
+    another token t    that plus -log(uniform of word t % 4), block t // 4 of GUMBEL_REST
+
+The law is that of independent noise for every token id; the noise depends on the id alone.
 """
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
+
+from spectrue.kernels.row_law import CHUNK
 
 # Streams: one a use, so that no two decisions at a position share a number.
 STREAM_DRAW = 0  # a plain, match or bonus draw from the target law
 STREAM_COIN = 1  # accept or reject a draft token
 STREAM_DRAFT = 2  # the drafter's own draw
-STREAM_GUMBEL = 3  # noise that drafter and target share
-
-# A Gumbel uniform is an odd multiple of 2^-24, so the noise lies within these bounds.
-GUMBEL_MIN = -math.log(-math.log(2**-24))  # -2.81
-GUMBEL_MAX = -math.log(-math.log1p(-(2**-24)))  # 16.64
+STREAM_GUMBEL = 3  # noise that drafter and target share: the largest of each chunk
+STREAM_GUMBEL_REST = 4  # ... and what the other tokens of a chunk lie below it
 
 _MASK = 0xFFFFFFFF
 _MULTIPLIER = (0xD2511F53, 0xCD9E8D57)
@@ -79,11 +85,22 @@ def uniform(
     return (word >> 8).to(torch.float32) * 2**-24
 
 
-def _to_gumbel(word: Tensor) -> Tensor:
+def _exponential(word: Tensor) -> Tensor:
     # Odd multiples of 2^-24 are exact in float32 and never 0 or 1. (24 bits + 0.5 would not be:
     # above 2^23 the half is rounded away, the largest value becomes 1 and its noise infinite.)
     odd = ((word >> 8) | 1).to(torch.float32) * 2**-24
-    return odd.log_().neg_().log_().neg_()
+    return odd.log_().neg_()
+
+
+def chunk_exponentials(
+    seed: Tensor,  # [N] int64
+    choice: Tensor,  # [N] int64
+    position: Tensor,  # [N] int64
+    chunk: Tensor,  # [N, M] int64
+) -> tuple[Tensor, Tensor]:  # [N, M] float32, [N, M] int64
+    """The least exponential of each chunk of CHUNK token ids, and its token id."""
+    words = _words(seed[:, None], choice[:, None], position[:, None], chunk, STREAM_GUMBEL)
+    return _exponential(words[0]) / CHUNK, chunk * CHUNK + (words[1] >> 25)
 
 
 def gumbel(
@@ -92,32 +109,19 @@ def gumbel(
     position: Tensor,  # [N] int64
     token_ids: Tensor,  # [N, M] int64, target token ids
 ) -> Tensor:  # [N, M] float32
-    """Gumbel(0, 1) noise, a function of (seed, choice, position, token id).
+    """Gumbel(0, 1) noise, a function of (seed, choice, position, token id), always finite.
 
-    Within [GUMBEL_MIN, GUMBEL_MAX]. Drafter and target that add it to their own logits and take
-    the argmax draw from their own laws, often the same token (arXiv 2408.07978).
+    Drafter and target that add it to their own logits and take the argmax draw from their own
+    laws, often the same token (Daliri et al., arXiv 2408.07978).
     """
-    words = _words(seed[:, None], choice[:, None], position[:, None], token_ids // 4, STREAM_GUMBEL)
+    least, place = chunk_exponentials(seed, choice, position, token_ids // CHUNK)
+    keys = seed[:, None], choice[:, None], position[:, None]
+    words = _words(*keys, token_ids // 4, STREAM_GUMBEL_REST)
     lane = token_ids % 4
     word = torch.where(
         lane < 2,
         torch.where(lane == 0, words[0], words[1]),
         torch.where(lane == 2, words[2], words[3]),
     )
-    return _to_gumbel(word)
-
-
-def gumbel_chunks(
-    seed: Tensor,  # [N] int64
-    choice: Tensor,  # [N] int64
-    position: Tensor,  # [N] int64
-    chunk: Tensor,  # [N] int64
-    chunk_size: int,  # a multiple of 4
-) -> Tensor:  # [N, chunk_size] float32
-    """`gumbel` of the token ids chunk * chunk_size .. + chunk_size - 1, a Philox call for four."""
-    num_blocks = chunk_size // 4
-    lane_block = torch.arange(num_blocks, device=chunk.device)[:, None]
-    block = chunk * num_blocks + lane_block  # [num_blocks, N]: the long axis is innermost
-    words = _words(seed, choice, position, block, STREAM_GUMBEL)
-    noise = _to_gumbel(torch.stack(words))  # [4, num_blocks, N]
-    return noise.permute(2, 1, 0).reshape(-1, chunk_size)
+    rest = _exponential(word)
+    return torch.where(token_ids == place, least, least + rest).log_().neg_()

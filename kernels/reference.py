@@ -4,18 +4,32 @@ float32 inside, float64 where the logits are float64 (exactness tests).
 """
 
 from spectrue.kernels.philox import gumbel, uniform
-from spectrue.kernels.reference_draw import draw_gumbel, draw_inverse_cdf
+from spectrue.kernels.reference_attention import paged_attention
+from spectrue.kernels.reference_draw import draw_gumbel, draw_inverse_cdf, sample_rows
+from spectrue.kernels.reference_layers import add_rms_norm, rms_norm, rope_write_kv, swiglu
 from spectrue.kernels.reference_process import process_logits
-from spectrue.kernels.reference_rows import argmax_lowest, logsumexp_rows, valid_rows
+from spectrue.kernels.reference_rows import (
+    argmax_lowest,
+    logsumexp_rows,
+    row_statistics,
+    valid_rows,
+)
 from spectrue.kernels.reference_verify import verify_match, verify_rejection
 
 __all__ = [
+    "add_rms_norm",
     "argmax_lowest",
     "draw_gumbel",
     "draw_inverse_cdf",
     "gumbel",
     "logsumexp_rows",
+    "paged_attention",
     "process_logits",
+    "rms_norm",
+    "rope_write_kv",
+    "row_statistics",
+    "sample_rows",
+    "swiglu",
     "uniform",
     "valid_rows",
     "verify_match",

@@ -5,15 +5,53 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from spectrue.kernels.philox import GUMBEL_MAX, gumbel, gumbel_chunks
-from spectrue.kernels.reference_rows import CHUNK, chunk_sums, in_chunks
+from spectrue.kernels.philox import chunk_exponentials, gumbel
+from spectrue.kernels.reference_rows import argmax_lowest, chunk_sums, valid_rows
+from spectrue.kernels.row_law import CHUNK, RowLaw
 
-_NOISE_CHUNK = 16
-_NOISE_BOUND = GUMBEL_MAX + 1e-3  # the slack covers the rounding of logit + noise
+# How a row draws its token, for sample_rows.
+DRAW_ARGMAX = 0
+DRAW_UNIFORM = 1
+DRAW_GUMBEL = 2
+
+_SLACK = 1e-3  # of the noise's upper bound, covers the rounding of logit + noise
+
+
+def sample_rows(
+    law: RowLaw,
+    kind: Tensor,  # [R] int32, DRAW_*
+    *,
+    uniform: Tensor | None,  # [R] in [0, 1); None where no row is DRAW_UNIFORM
+    seed: Tensor,  # [R] int64
+    choice: Tensor,  # [R] int64
+    position: Tensor,  # [R] int64
+) -> tuple[Tensor, Tensor]:  # [R] int64, [R] bool
+    """The target's own token at each row, each drawn its own way, and which rows are laws.
+
+    Argmax rows take the lowest index of their maximum, whatever their neighbours are. A row with
+    NaN or +inf, or of -inf only, is no law: it gives some id in [0, V), and False.
+    """
+    scaled = law.scaled()
+    token_ids = torch.empty_like(kind, dtype=torch.int64)
+    for how in (DRAW_ARGMAX, DRAW_UNIFORM, DRAW_GUMBEL):
+        chosen = kind == how
+        if not chosen.any():
+            continue
+        whole = bool(chosen.all())
+        rows = scaled if whole else scaled[chosen]
+        if how == DRAW_ARGMAX:
+            token_ids[chosen] = argmax_lowest(rows)
+        elif how == DRAW_GUMBEL:
+            keys = seed[chosen], choice[chosen], position[chosen]
+            token_ids[chosen] = draw_gumbel(RowLaw(rows), *keys)
+        else:
+            assert uniform is not None
+            token_ids[chosen] = draw_inverse_cdf(RowLaw(rows), uniform[chosen])
+    return token_ids, valid_rows(scaled)
 
 
 def draw_inverse_cdf(
-    scaled: Tensor,  # [R, V] from process_logits: the maximum of a row is 0
+    law: RowLaw,
     uniform: Tensor,  # [R] in [0, 1)
 ) -> Tensor:  # [R] int64
     """The token where the cumulative law passes `uniform`.
@@ -21,7 +59,7 @@ def draw_inverse_cdf(
     In [0, V) and of positive probability if the row is valid (`valid_rows`), also where rounding
     runs off the end of the law (sglang's chain kernel gives the last id of the vocabulary there).
     """
-    return draw_weights(scaled.exp(), uniform)
+    return draw_weights(law.scaled().exp(), uniform)
 
 
 def draw_weights(
@@ -52,7 +90,7 @@ def _first_above(
 
 
 def draw_gumbel(
-    scaled: Tensor,  # [R, V] from process_logits
+    law: RowLaw,
     seed: Tensor,  # [R] int64
     choice: Tensor,  # [R] int64
     position: Tensor,  # [R] int64
@@ -61,27 +99,27 @@ def draw_gumbel(
     """argmax(scaled + gumbel noise), the lowest column of equal ones.
 
     The noise is that of `philox.gumbel`, so a drafter and its target that draw at one (seed,
-    choice, position) often agree (arXiv 2408.07978). It is bounded: the chunk with the largest
-    logit is scored first, then the chunks that can still reach its score. The result is that of
-    scoring every token. In [0, V) whatever the row holds.
+    choice, position) often agree (arXiv 2408.07978). The largest noise of each chunk of ids bounds
+    what its tokens can score; those that can win are scored. The result is that of scoring every
+    token. In [0, V) whatever the row holds.
     """
+    scaled = law.scaled()
     vocab_size = scaled.shape[1]
-    chunks = in_chunks(scaled, _NOISE_CHUNK, float("-inf"))
-    peaks = chunks.amax(2)  # [R, C]
+    columns = torch.arange(vocab_size, device=scaled.device)
+    ids = columns if token_ids is None else token_ids
     rows = torch.arange(scaled.shape[0], device=scaled.device)
 
-    def scores(row: Tensor, chunk: Tensor) -> Tensor:  # [n], [n] -> [n, _NOISE_CHUNK]
-        keys = seed[row], choice[row], position[row]
-        if token_ids is None:
-            noise = gumbel_chunks(*keys, chunk, _NOISE_CHUNK)
-        else:
-            columns = chunk[:, None] * _NOISE_CHUNK + torch.arange(_NOISE_CHUNK, device=row.device)
-            noise = gumbel(*keys, token_ids[columns.clamp(max=vocab_size - 1)])
-        return chunks[row, chunk] + noise
+    def scores(row: Tensor, column: Tensor) -> Tensor:  # [n], [n] -> [n]
+        noise = gumbel(seed[row], choice[row], position[row], ids[column, None])
+        return scaled[row, column] + noise.squeeze(1)
 
-    to_beat = scores(rows, peaks.argmax(1)).amax(1, keepdim=True)
-    row, chunk = (peaks + _NOISE_BOUND >= to_beat).nonzero(as_tuple=True)
-    score, place = scores(row, chunk).max(1)
-    best = torch.full_like(peaks[:, 0], float("-inf")).scatter_reduce_(0, row, score, "amax")
-    column = torch.where(score == best[row], chunk * _NOISE_CHUNK + place, vocab_size - 1)
+    num_chunks = -(-vocab_size // CHUNK) if token_ids is None else int(ids.max()) // CHUNK + 1
+    chunks = torch.arange(num_chunks, device=scaled.device).expand(scaled.shape[0], -1)
+    least, _ = chunk_exponentials(seed, choice, position, chunks)
+    bound = scaled + (-least.log_())[:, ids // CHUNK]
+    to_beat = scores(rows, bound.argmax(1))
+    row, column = (bound + _SLACK >= to_beat[:, None]).nonzero(as_tuple=True)
+    score = scores(row, column)
+    best = torch.full_like(scaled[:, 0], float("-inf")).scatter_reduce_(0, row, score, "amax")
+    column = torch.where(score == best[row], column, vocab_size - 1)
     return torch.full_like(rows, vocab_size - 1).scatter_reduce_(0, row, column, "amin")

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from spectrue.kernels.reference_truncate import cut_below, truncate
+from spectrue.kernels.row_law import RowLaw
 
 _NEG_INF = float("-inf")
 
@@ -23,8 +24,8 @@ def process_logits(
     frequency: Tensor | None = None,  # [R]
     bias: tuple[Tensor, Tensor, Tensor] | None = None,  # row [N], token [N], value [N]
     mask: tuple[Tensor, Tensor] | None = None,  # row [N], token [N]
-) -> Tensor:  # [R, V] float32 (float64 for float64 logits)
-    """The processed logits: `(logit - max) / temperature` in the support, -inf outside.
+) -> RowLaw:
+    """The law of each row: `(logit - max) / temperature` in the support, nothing outside.
 
     In this order: repetition penalty (as Hugging Face: a positive logit is divided by it, another
     multiplied; every entry of `penalties`, which are the distinct tokens of prompt and output),
@@ -34,7 +35,7 @@ def process_logits(
     order of their token ids. At least one token always stays.
 
     A temperature-0 row keeps its values after the mask and is not truncated: it is decided by
-    `argmax_lowest`. A row that holds NaN or +inf, or -inf only, is still refused by `valid_rows`.
+    its argmax. float32 inside, float64 for float64 logits. A row that holds NaN or +inf, or -inf only, is still refused by `valid_rows`.
 
     Raises ValueError for penalties without the three strengths.
     """
@@ -62,7 +63,7 @@ def process_logits(
         floor = min_p[rows].to(dtype).log()
         for row, low in zip(rows.tolist(), floor, strict=True):
             cut_below(scaled[row], low)
-    return scaled
+    return RowLaw(scaled)
 
 
 def _edit(

@@ -6,11 +6,13 @@ sizes, and then a row's result would depend on its neighbours.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-CHUNK = 256
+from spectrue.kernels.row_law import CHUNK, RowLaw
 
 
 def in_chunks(
@@ -67,3 +69,41 @@ def logsumexp_rows(
     peak = logits.amax(1, keepdim=True)
     shift = torch.where(peak.isfinite(), peak, 0)
     return row_sums((logits - shift).exp_()).log() + shift.squeeze(1)
+
+
+class RowStatistics(NamedTuple):
+    """Of the law of each row, [R] each, float32 (float64 where the law is)."""
+
+    peak: Tensor  # the largest logit, before temperature if the law keeps that apart
+    logsumexp: Tensor  # of the processed logits: the log of the sum of weights, 0 for a one-hot law
+    argmax: Tensor  # int64, lowest index
+    entropy: Tensor  # nats
+    surprisal: Tensor  # nats, -log p of the token asked for; inf outside the support
+    variance: Tensor  # of the surprisal of a token drawn from the law, nats^2
+
+
+def row_statistics(
+    law: RowLaw,
+    token_ids: Tensor,  # [R] integer in [0, V)
+) -> RowStatistics:
+    """What the fidelity audit compares: the surprisal of a token against what its law expects.
+
+    Rows that are no law (see valid_rows) give NaN or inf.
+    """
+    scaled = law.scaled()
+    logits = law.logits if law.index is None else law.logits[law.index]
+    weights = (scaled - scaled.amax(1, keepdim=True)).exp()
+    total = row_sums(weights)
+    logprobs = weights.log() - total.log()[:, None]
+    inside = weights > 0
+    surprise = torch.where(inside, -logprobs, 0)
+    probs = weights / total[:, None]
+    entropy = row_sums(probs * surprise)
+    return RowStatistics(
+        peak=logits.amax(1).to(scaled.dtype),
+        logsumexp=total.log(),
+        argmax=argmax_lowest(scaled),
+        entropy=entropy,
+        surprisal=-logprobs.gather(1, token_ids.to(torch.int64)[:, None]).squeeze(1),
+        variance=row_sums(probs * (surprise - entropy[:, None]) ** 2),
+    )

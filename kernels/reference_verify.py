@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from spectrue.kernels.reference_draw import draw_weights
-from spectrue.kernels.reference_rows import row_sums
+from spectrue.kernels.reference_rows import row_sums, valid_rows
+from spectrue.kernels.row_law import RowLaw
 
 PLACEHOLDER_TOKEN_ID = -1  # pads output rows after the last token
 
@@ -36,6 +37,15 @@ NUM_GUARDS = len(GUARD_NAMES)
 
 _MAX_PROB = 1 + 1e-5  # rounding of exp(logit / T - log normaliser)
 _LAW_TOLERANCE = 1e-3
+
+
+class MatchResult(NamedTuple):
+    """What verify_match decides."""
+
+    output_token_ids: Tensor  # [B, K + 1] int64, PLACEHOLDER_TOKEN_ID after the last token
+    num_accepted: Tensor  # [B] int64
+    invalid: Tensor  # [B] bool, the walk reached a row that is no law
+    accepted_rows: Tensor  # [B, K] int64, row in its request (1 to k) of each accepted draft; -1
 
 
 class _Layout(NamedTuple):
@@ -90,30 +100,77 @@ def verify_match(
     cu_num_draft_tokens: Tensor,  # [B] integer, inclusive cumulative
     row_valid: Tensor,  # [R] bool
     *,
+    parents: Tensor | None = None,  # [D] integer, row in its request of each draft's parent
     max_draft_tokens: int | None = None,  # K; None takes the largest k of the batch
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Walk while the draft is the target's token; commit the target's token where they differ.
+) -> MatchResult:
+    """Walk while a draft is the target's token; commit the target's token where none is.
 
     With tokens drawn from the target law this is exact for any drafter; with argmax tokens it is
-    greedy verification.
+    greedy verification. A request's row 0 is its root and row i + 1 belongs to its draft i. In a
+    tree `parents` says after which row each draft comes (a smaller one than its own), None is a
+    chain. Of equal siblings the first is taken. The law is that of sampling from the target alone,
+    since the target's token is drawn before it is compared.
 
-    Returns output_token_ids [B, K + 1] int64, num_accepted [B] int64 and invalid [B] bool: the walk
-    reached a row that is not valid. Such a request gets no token from that row (a placeholder) and
-    must end; rows after the stop are not judged.
+    A request whose walk reaches a row that is not valid gets no token from that row (a placeholder)
+    and must end; rows after the stop are not judged.
     """
     draft = draft_token_ids.to(torch.int64)
     target = target_token_ids.to(torch.int64)
     layout = _layout(cu_num_draft_tokens, draft.shape[0])
-    accepted = (draft == target[layout.row_of_draft]) & row_valid[layout.row_of_draft]
-    output, num_accepted = _walk(accepted, draft, layout, max_draft_tokens)
-    stop_row = layout.first_row + num_accepted
+    if parents is None:
+        accepted = (draft == target[layout.row_of_draft]) & row_valid[layout.row_of_draft]
+        output, num_accepted = _walk(accepted, draft, layout, max_draft_tokens)
+        rows = torch.arange(1, output.shape[1], device=draft.device)
+        accepted_rows = torch.where(rows <= num_accepted[:, None], rows, -1)
+        last = num_accepted
+    else:
+        output, num_accepted, accepted_rows, last = _walk_tree(
+            target, draft, parents, row_valid, layout, max_draft_tokens
+        )
+    stop_row = layout.first_row + last
     invalid = ~row_valid[stop_row]
     token = torch.where(invalid, PLACEHOLDER_TOKEN_ID, target[stop_row])
-    return output.scatter_(1, num_accepted[:, None], token[:, None]), num_accepted, invalid
+    output.scatter_(1, num_accepted[:, None], token[:, None])
+    return MatchResult(output, num_accepted, invalid, accepted_rows)
+
+
+def _walk_tree(
+    target: Tensor,
+    draft: Tensor,
+    parents: Tensor,
+    row_valid: Tensor,
+    layout: _Layout,
+    max_draft_tokens: int | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Accepted ids [B, K + 1] and rows [B, K], their number [B], the row of the last [B]."""
+    nobody = torch.zeros(draft.shape[0], dtype=torch.bool, device=draft.device)
+    output, num_accepted = _walk(nobody, draft, layout, max_draft_tokens)  # nothing accepted yet
+    width = output.shape[1] - 1
+    accepted_rows = torch.full_like(output[:, :width], -1)
+    last = torch.zeros_like(num_accepted)
+    if not draft.numel():
+        return output, num_accepted, accepted_rows, last
+    node = torch.arange(width, device=draft.device)
+    place = (layout.first_draft[:, None] + node).clamp(max=draft.shape[0] - 1)
+    ours = node < layout.num_draft_tokens[:, None]
+    for depth in range(width):
+        row = layout.first_row + last
+        hit = ours & (parents[place] == last[:, None]) & (draft[place] == target[row, None])
+        hit &= row_valid[row, None]
+        found = hit.any(1)
+        child = hit.to(torch.int64).argmax(1)  # the first
+        token = draft[place.gather(1, child[:, None]).squeeze(1)]
+        output[:, depth] = torch.where(found, token, output[:, depth])
+        last = torch.where(found, child + 1, last)
+        accepted_rows[:, depth] = torch.where(found, last, -1)
+        # A walk that has stopped finds nothing: its row is as before, and so is its token.
+        num_accepted += found
+        ours &= found[:, None]
+    return output, num_accepted, accepted_rows, last
 
 
 def verify_rejection(
-    scaled: Tensor,  # [R, V] from process_logits: the maximum of a row is 0
+    law: RowLaw,  # [R, V], no row of temperature 0
     draft_token_ids: Tensor,  # [D] integer, target token ids
     cu_num_draft_tokens: Tensor,  # [B] integer, inclusive cumulative
     *,
@@ -124,7 +181,6 @@ def verify_rejection(
     draft_index: Tensor | None,  # [V] int32: target id -> draft id, -1 absent; None: equal ids
     coins: Tensor,  # [D] in [0, 1)
     uniforms: Tensor,  # [R] in [0, 1)
-    row_valid: Tensor,  # [R] bool
     max_draft_tokens: int | None = None,  # K; None takes the largest k of the batch
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Speculative sampling (Leviathan et al., arXiv 2211.17192), exact for the draft law given.
@@ -145,6 +201,8 @@ def verify_rejection(
 
     Raises ValueError for a draft vocabulary beyond the target's without a draft_index.
     """
+    scaled = law.scaled()
+    row_valid = valid_rows(scaled)
     vocab_size, draft_vocab_size = scaled.shape[1], draft_logits.shape[1]
     if draft_index is None and draft_vocab_size > vocab_size:
         raise ValueError(
@@ -187,17 +245,17 @@ def verify_rejection(
         reads_law = (known & ~changed)[stop]
         rejecting, stop = rejecting[reads_law], stop[reads_law]
     if rejecting.numel():
-        law, sound = _law(
+        draft_law, sound = _law(
             draft_logits[stop], draft_inv_temperature[stop], draft_log_normalizer[stop]
         )
         bad = ~sound.all(1)
         # With invalid entries the sum is not judged: the law with zeros in their place lies below
         # the one drawn from, those tokens are never accepted, and so max(target - law, 0) is what
         # is still missing, exactly. The target law in its place would be biased.
-        changed = ~bad & ~((row_sums(law) - 1).abs() <= _LAW_TOLERANCE)
-        law[changed] = 0
+        changed = ~bad & ~((row_sums(draft_law) - 1).abs() <= _LAW_TOLERANCE)
+        draft_law[changed] = 0
         target = final[rejecting] / normalizer[stop_row[rejecting], None]
-        residual = _residual(target, law, draft_index)
+        residual = _residual(target, draft_law, draft_index)
         mass = row_sums(residual)
         empty = ~(mass.isfinite() & (mass > 0))
         final[rejecting] = torch.where(empty[:, None], target, residual).to(final.dtype)

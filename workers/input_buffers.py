@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
+from spectrue.kernels import dispatch
 from spectrue.workers.core import NewRequest, SchedulerOutput
 from spectrue.workers.policy import (
     DraftMode,
@@ -46,7 +47,7 @@ class InputBuffers:
         self.requests: list[NewRequest | None] = [None] * n
         self.methods: list[RowMethod] = ["greedy"] * n
         self.draft_modes: list[DraftMode] = ["greedy"] * n
-        self.gumbel = torch.zeros(n, dtype=torch.bool)
+        self.draw_kind = torch.zeros(n, dtype=torch.int32)  # DRAW_*
 
         self.temperature = torch.zeros(n)
         self.top_k = torch.zeros(n, dtype=torch.int64)
@@ -81,7 +82,12 @@ class InputBuffers:
         self.requests[slot] = new
         self.methods[slot] = row_method(params, self.resolved)
         self.draft_modes[slot] = draft_mode(params, self.resolved)
-        self.gumbel[slot] = draws_by_gumbel(params, self.resolved)
+        if params.temperature == 0:
+            self.draw_kind[slot] = dispatch.DRAW_ARGMAX
+        elif draws_by_gumbel(params, self.resolved):
+            self.draw_kind[slot] = dispatch.DRAW_GUMBEL
+        else:
+            self.draw_kind[slot] = dispatch.DRAW_UNIFORM
         for name in (
             "temperature",
             "top_k",

@@ -49,13 +49,14 @@ def sample_draft_proposal(logits: Tensor, rows: DraftRows) -> Draw:
         device = getattr(rows, name).device
         if device != logits.device:
             raise ValueError(f"{name} is on {device}, the draft logits are on {logits.device}")
-    scaled = dispatch.process_logits(
+    law = dispatch.process_logits(
         logits,
         temperature=rows.temperature,
         top_k=rows.top_k,
         top_p=rows.top_p,
         min_p=rows.min_p,
     )
+    scaled = law.scaled()
     token_ids = torch.empty(len(logits), dtype=torch.int64)
     log_normalizer = torch.zeros(len(logits))
     token_probs = torch.ones(len(logits))
@@ -64,15 +65,14 @@ def sample_draft_proposal(logits: Tensor, rows: DraftRows) -> Draw:
         uniform = dispatch.uniform(
             rows.seed[i], rows.choice[i], rows.position[i], dispatch.STREAM_DRAFT
         )
-        law = scaled[i]
-        token_ids[i] = dispatch.draw_inverse_cdf(law, uniform)
-        log_normalizer[i] = dispatch.logsumexp_rows(law)
-        drawn = law.gather(1, token_ids[i, None]).squeeze(1)
+        token_ids[i] = dispatch.draw_inverse_cdf(law.select(i), uniform)
+        log_normalizer[i] = dispatch.logsumexp_rows(scaled[i])
+        drawn = scaled[i].gather(1, token_ids[i, None]).squeeze(1)
         token_probs[i] = (drawn - log_normalizer[i]).exp().clamp(max=1.0)
     if rows.coupled.any():
         i = rows.coupled.nonzero().squeeze(1)
         token_ids[i] = dispatch.draw_gumbel(
-            scaled[i], rows.seed[i], rows.choice[i], rows.position[i]
+            law.select(i), rows.seed[i], rows.choice[i], rows.position[i]
         )
     greedy = ~(rows.sampled | rows.coupled)
     if greedy.any():

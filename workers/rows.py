@@ -52,8 +52,8 @@ class Rows:
         return torch.cat(spans)
 
 
-def process_rows(logits: Tensor, buffers: InputBuffers, rows: Rows) -> Tensor:
-    """The processed logits of every row, each under its request's parameters and true prefix."""
+def process_rows(logits: Tensor, buffers: InputBuffers, rows: Rows) -> dispatch.RowLaw:
+    """The law of every row, each under its request's parameters and true prefix."""
     edits = _Edits()
     for b, first, drafts in zip(rows.slots, rows.starts, rows.drafts, strict=True):
         _penalise(edits, buffers, b, first, drafts, logits.shape[1])

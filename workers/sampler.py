@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from spectrue.kernels import dispatch
+from spectrue.kernels.dispatch import RowLaw
 from spectrue.workers.core import TokenLogprobs
 from spectrue.workers.drafters.base import DraftProposal
 from spectrue.workers.input_buffers import InputBuffers
@@ -35,8 +36,7 @@ def verify(
 ) -> VerifyResult:
     """Decide every sampling request: greedy and `match` by one walk, `rejection` by another."""
     rows = Rows.build(buffers, slots, drafts)
-    scaled = process_rows(logits, buffers, rows)
-    row_valid = dispatch.valid_rows(scaled)
+    law = process_rows(logits, buffers, rows)
     result = VerifyResult(
         token_ids=[[] for _ in slots],
         num_accepted=[0] * len(slots),
@@ -47,12 +47,12 @@ def verify(
     reject = [b for b, slot in enumerate(slots) if buffers.methods[slot] == "rejection"]
     if walk:
         index = rows.of(walk)
-        target_token_ids = _target_tokens(scaled, buffers, rows, index)
-        output, accepted, invalid = dispatch.verify_match(
+        target_token_ids, row_valid = _target_tokens(law.select(index), buffers, rows, index)
+        output, accepted, invalid, _ = dispatch.verify_match(
             target_token_ids,
             torch.tensor([t for b in walk for t in drafts[b]], dtype=torch.int64),
             _cumulative(rows, walk),
-            row_valid[index],
+            row_valid,
         )
         _collect(result, walk, output, accepted, invalid)
         bad_ids = sum(_met_bad_id(drafts[b], result.num_accepted[b], logits.shape[1]) for b in walk)
@@ -61,7 +61,7 @@ def verify(
     if reject:
         index = rows.of(reject)
         output, accepted, invalid, guards = _reject(
-            scaled, row_valid, buffers, rows, reject, index, proposal
+            law.select(index), buffers, rows, reject, index, proposal
         )
         _collect(result, reject, output, accepted, invalid)
         for name, count in zip(dispatch.GUARD_NAMES, guards.sum(0).tolist(), strict=True):
@@ -72,11 +72,13 @@ def verify(
     for b, slot in enumerate(slots):
         params = buffers.request(slot).request.params
         if params.logprobs is not None:
-            law = logits if params.logprobs_mode == "raw" else scaled
             first = rows.starts[b]
-            result.logprobs[b] = _logprobs(
-                law[first : first + len(result.token_ids[b])], result.token_ids[b], params.logprobs
-            )
+            committed = torch.arange(first, first + len(result.token_ids[b]))
+            if params.logprobs_mode == "raw":
+                of_rows = logits[committed]
+            else:
+                of_rows = law.select(committed).scaled()
+            result.logprobs[b] = _logprobs(of_rows, result.token_ids[b], params.logprobs)
     return result
 
 
@@ -85,32 +87,24 @@ def _met_bad_id(drafts: list[int], num_accepted: int, vocab_size: int) -> bool:
     return num_accepted < len(drafts) and not 0 <= drafts[num_accepted] < vocab_size
 
 
-def _target_tokens(scaled: Tensor, buffers: InputBuffers, rows: Rows, index: Tensor) -> Tensor:
-    """The target's own token at each row of `index`: argmax, or a draw keyed by position."""
-    row_slots = rows.slot[index]
-    greedy = buffers.temperature[row_slots] == 0
-    gumbel = buffers.gumbel[row_slots]
-    token_ids = torch.empty(len(index), dtype=torch.int64)
-    for kind, chosen in (("greedy", greedy), ("gumbel", gumbel), ("uniform", ~greedy & ~gumbel)):
-        if not chosen.any():
-            continue
-        i = index if chosen.all() else index[chosen]
-        law = scaled if len(i) == len(scaled) else scaled[i]
-        slot = rows.slot[i]
-        key = buffers.seed[slot], buffers.choice[slot], rows.position[i]
-        if kind == "greedy":
-            token_ids[chosen] = dispatch.argmax_lowest(law)
-        elif kind == "gumbel":
-            token_ids[chosen] = dispatch.draw_gumbel(law, *key)
-        else:
-            uniform = dispatch.uniform(*key, dispatch.STREAM_DRAW)
-            token_ids[chosen] = dispatch.draw_inverse_cdf(law, uniform)
-    return token_ids
+def _target_tokens(
+    law: RowLaw, buffers: InputBuffers, rows: Rows, index: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The target's own token at each row of `index`, and which of them are laws."""
+    slot = rows.slot[index]
+    kind = buffers.draw_kind[slot]
+    key = buffers.seed[slot], buffers.choice[slot], rows.position[index]
+    uniform = None
+    if bool((kind == dispatch.DRAW_UNIFORM).any()):
+        uniform = dispatch.uniform(*key, dispatch.STREAM_DRAW)
+    seed, choice, position = key
+    return dispatch.sample_rows(
+        law, kind, uniform=uniform, seed=seed, choice=choice, position=position
+    )
 
 
 def _reject(
-    scaled: Tensor,
-    row_valid: Tensor,
+    target_law: RowLaw,
     buffers: InputBuffers,
     rows: Rows,
     batch: list[int],
@@ -130,17 +124,16 @@ def _reject(
         seed[is_draft], choice[is_draft], position[is_draft], dispatch.STREAM_COIN
     )
     return dispatch.verify_rejection(
-        scaled if len(index) == len(scaled) else scaled[index],
+        target_law,
         draft_token_ids,
         _cumulative(rows, batch),
-        draft_logits=law.logits if law is not None else empty.new_empty(0, scaled.shape[1]),
+        draft_logits=law.logits if law is not None else empty.new_empty(0, target_law.vocab_size),
         draft_inv_temperature=law.inv_temperature if law is not None else empty,
         draft_log_normalizer=law.log_normalizer if law is not None else empty,
         draft_token_probs=law.token_probs if law is not None else empty,
         draft_index=law.draft_index if law is not None else None,
         coins=coins,
         uniforms=dispatch.uniform(seed, choice, position, dispatch.STREAM_DRAW),
-        row_valid=row_valid[index],
     )
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from spectrue.kernels.dispatch import (
     STREAM_DRAW,
+    RowLaw,
     draw_gumbel,
     draw_inverse_cdf,
     gumbel,
@@ -28,7 +29,7 @@ def random_scaled(
     logits = torch.randn(num_rows, vocab_size, generator=generator) * scale
     return process_logits(
         logits, temperature=torch.ones(num_rows), top_k=torch.full((num_rows,), top_k)
-    )
+    ).scaled()
 
 
 @pytest.mark.parametrize("vocab_size", [1, 5, 256, 300, 4097])
@@ -41,7 +42,7 @@ def test_inverse_cdf_is_the_inverse_of_the_cdf(vocab_size: int) -> None:
     above = law.cumsum(1)
     below = above - law
     for u in (0.0, 0.1, 0.5, 0.77, 0.999, LARGEST):
-        token = draw_inverse_cdf(scaled, torch.full((50,), u, dtype=torch.float64))[:, None]
+        token = draw_inverse_cdf(RowLaw(scaled), torch.full((50,), u, dtype=torch.float64))[:, None]
         assert bool((below.gather(1, token) <= u + 1e-12).all())
         assert bool((above.gather(1, token) > u - 1e-12).all())
 
@@ -62,7 +63,7 @@ def test_edges_of_the_uniform_never_leave_the_support(vocab_size: int, dtype: to
     dense -= dense.amax(1, keepdim=True)
     scaled = torch.cat([torch.stack(rows), dense])
     for u in (0.0, 2**-24, 0.5, 1 - 2**-23, LARGEST, 1.0):
-        token = draw_inverse_cdf(scaled, torch.full((len(scaled),), u))
+        token = draw_inverse_cdf(RowLaw(scaled), torch.full((len(scaled),), u))
         assert bool(((token >= 0) & (token < vocab_size)).all())
         assert bool((scaled.gather(1, token[:, None]).exp() > 0).all())
 
@@ -76,10 +77,10 @@ def test_invalid_rows_give_an_id_and_disturb_nobody(vocab_size: int) -> None:
     u, keys = torch.full((5,), 0.6), torch.arange(5)
 
     def inverse(rows: Tensor, i: Tensor) -> Tensor:
-        return draw_inverse_cdf(rows, u[i])
+        return draw_inverse_cdf(RowLaw(rows), u[i])
 
     def noisy(rows: Tensor, i: Tensor) -> Tensor:
-        return draw_gumbel(rows, keys[i], keys[i], keys[i])
+        return draw_gumbel(RowLaw(rows), keys[i], keys[i], keys[i])
 
     for draw in (inverse, noisy):
         token = draw(scaled, torch.arange(5))
@@ -92,11 +93,11 @@ def test_rows_do_not_depend_on_their_neighbours() -> None:
     scaled = random_scaled(32, 4097)
     keys = torch.arange(32)
     u = uniform(keys, keys, keys, STREAM_DRAW)
-    inverse, noisy = draw_inverse_cdf(scaled, u), draw_gumbel(scaled, keys, keys, keys)
+    inverse, noisy = draw_inverse_cdf(RowLaw(scaled), u), draw_gumbel(RowLaw(scaled), keys, keys, keys)
     for i in range(32):
         one = slice(i, i + 1)
-        assert int(draw_inverse_cdf(scaled[one], u[one])) == int(inverse[i])
-        assert int(draw_gumbel(scaled[one], keys[one], keys[one], keys[one])) == int(noisy[i])
+        assert int(draw_inverse_cdf(RowLaw(scaled[one]), u[one])) == int(inverse[i])
+        assert int(draw_gumbel(RowLaw(scaled[one]), keys[one], keys[one], keys[one])) == int(noisy[i])
 
 
 @pytest.mark.parametrize("method", ["inverse_cdf", "gumbel"])
@@ -107,9 +108,9 @@ def test_law_of_1e5_draws(method: str, top_k: int, scale: float) -> None:
     scaled = random_scaled(1, vocab_size, seed=top_k, scale=scale, top_k=top_k).expand(n, -1)
     seed, zero = torch.arange(n) * 7919 - 10**6, torch.zeros(n, dtype=torch.int64)
     if method == "gumbel":
-        token = draw_gumbel(scaled, seed, zero, zero)
+        token = draw_gumbel(RowLaw(scaled), seed, zero, zero)
     else:
-        token = draw_inverse_cdf(scaled, uniform(seed, zero, zero, STREAM_DRAW))
+        token = draw_inverse_cdf(RowLaw(scaled), uniform(seed, zero, zero, STREAM_DRAW))
     observed = torch.bincount(token, minlength=vocab_size).double()
     expected = scaled[0].double().softmax(0) * n
     assert float(observed[expected == 0].sum()) == 0
@@ -140,7 +141,7 @@ def test_gumbel_equals_scoring_every_token(
     scaled[::3, 1::2] = -INF
     seed, choice, position = torch.arange(n) - 30, torch.arange(n) % 4, torch.arange(n) * 13
     expected = brute_force(scaled, seed, choice, position)
-    assert draw_gumbel(scaled, seed, choice, position).tolist() == expected
+    assert draw_gumbel(RowLaw(scaled), seed, choice, position).tolist() == expected
 
 
 def test_gumbel_finds_a_winner_far_below_the_maximum() -> None:
@@ -151,7 +152,7 @@ def test_gumbel_finds_a_winner_far_below_the_maximum() -> None:
     keys = torch.arange(n)
     expected = brute_force(scaled, keys, keys, keys)
     assert sum(token > 0 for token in expected) > 20
-    assert draw_gumbel(scaled, keys, keys, keys).tolist() == expected
+    assert draw_gumbel(RowLaw(scaled), keys, keys, keys).tolist() == expected
 
 
 def test_gumbel_by_target_token_id() -> None:
@@ -160,11 +161,11 @@ def test_gumbel_by_target_token_id() -> None:
     d2t = torch.randperm(vocab_size, generator=torch.Generator().manual_seed(0))[:61]
     scaled = random_scaled(n, 61)
     keys = torch.arange(n)
-    column = draw_gumbel(scaled, keys, keys, keys, d2t)
+    column = draw_gumbel(RowLaw(scaled), keys, keys, keys, d2t)
     assert column.tolist() == brute_force(scaled, keys, keys, keys, d2t)
     target = torch.full((n, vocab_size), -INF)
     target[:, d2t] = scaled
-    assert d2t[column].tolist() == draw_gumbel(target, keys, keys, keys).tolist()
+    assert d2t[column].tolist() == draw_gumbel(RowLaw(target), keys, keys, keys).tolist()
 
 
 def test_gumbel_ties_go_to_the_lowest_column() -> None:
@@ -172,6 +173,6 @@ def test_gumbel_ties_go_to_the_lowest_column() -> None:
     scaled = torch.zeros(20, 50)
     keys = torch.arange(20)
     same = torch.full((50,), 9)
-    assert draw_gumbel(scaled, keys, keys, keys, same).tolist() == [0] * 20
+    assert draw_gumbel(RowLaw(scaled), keys, keys, keys, same).tolist() == [0] * 20
     scaled[:, :17] = -INF
-    assert draw_gumbel(scaled, keys, keys, keys, same).tolist() == [17] * 20
+    assert draw_gumbel(RowLaw(scaled), keys, keys, keys, same).tolist() == [17] * 20

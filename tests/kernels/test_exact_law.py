@@ -19,6 +19,7 @@ from torch import Tensor
 from spectrue.kernels import reference_verify
 from spectrue.kernels.dispatch import (
     PLACEHOLDER_TOKEN_ID,
+    RowLaw,
     argmax_lowest,
     draw_inverse_cdf,
     logsumexp_rows,
@@ -195,7 +196,7 @@ def run_rejection(case: Case, batch: Batch, law: dict[Prefix, Law] | None = None
     log_normalizer = logsumexp_rows(draft_logits / 2, inverse)
     recorded = (draft_logits.gather(1, draft_ids[:, None])[:, 0] - log_normalizer).exp()
     output, _, invalid, guards = verify_rejection(
-        rows,
+        RowLaw(rows),
         tokens,
         torch.arange(1, n + 1) * k,
         draft_logits=draft_logits / 2,
@@ -205,7 +206,6 @@ def run_rejection(case: Case, batch: Batch, law: dict[Prefix, Law] | None = None
         draft_index=None if case.d2t == list(range(case.vocab_size)) else draft_index,
         coins=torch.tensor(batch.coins, dtype=torch.float64).flatten(),
         uniforms=torch.tensor(batch.uniforms, dtype=torch.float64).flatten(),
-        row_valid=valid_rows(rows),
     )
     assert not bool(invalid.any())
     assert not bool(guards.any())
@@ -217,8 +217,8 @@ def run_match(case: Case, batch: Batch) -> Outputs:
     rows = scaled([case.target[p[:d]] for p in batch.paths for d in range(k + 1)])
     uniforms = torch.tensor(batch.uniforms, dtype=torch.float64).flatten()
     tokens = torch.tensor([t for p in batch.paths for t in p], dtype=torch.int64)
-    output, _, _ = verify_match(
-        draw_inverse_cdf(rows, uniforms), tokens, torch.arange(1, n + 1) * k, valid_rows(rows)
+    output, *_ = verify_match(
+        draw_inverse_cdf(RowLaw(rows), uniforms), tokens, torch.arange(1, n + 1) * k, valid_rows(rows)
     )
     return collect(output, batch.weights)
 
@@ -261,7 +261,7 @@ def test_greedy_rows_commit_the_argmax_path() -> None:
     batch = enumerate_requests(case, rejection=False)
     rows = scaled([case.target[p[:d]] for p in batch.paths for d in range(3)])
     tokens = torch.tensor([t for p in batch.paths for t in p])
-    output, num_accepted, _ = verify_match(
+    output, num_accepted, *_ = verify_match(
         argmax_lowest(rows), tokens, torch.arange(1, len(batch.paths) + 1) * 2, valid_rows(rows)
     )
     greedy: Prefix = ()

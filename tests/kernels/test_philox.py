@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from scipy import stats
 from torch import Tensor
 
 from spectrue.kernels import philox
-from spectrue.kernels.philox import GUMBEL_MAX, GUMBEL_MIN, gumbel, gumbel_chunks, uniform
+from spectrue.kernels.philox import chunk_exponentials, gumbel, uniform
+from spectrue.kernels.row_law import CHUNK
 
 ONES = 0xFFFFFFFF
 KNOWN_ANSWERS = [
@@ -78,11 +81,11 @@ def test_uniform_is_uniform_and_each_input_counts() -> None:
             assert abs(float(torch.corrcoef(torch.stack([u, other]))[0, 1])) < 0.02
 
 
-def test_gumbel_never_infinite_and_within_its_bounds() -> None:
-    noise = philox._to_gumbel(torch.tensor([0, 0xFF, 0x80000000, 0xFFFFFE00, 0xFFFFFFFF]))
-    assert bool(noise.isfinite().all())
-    assert float(noise.min()) == pytest.approx(GUMBEL_MIN, rel=1e-5)
-    assert float(noise.max()) == pytest.approx(GUMBEL_MAX, rel=1e-5)
+def test_exponentials_are_finite_and_positive_at_the_ends_of_the_words() -> None:
+    least = philox._exponential(torch.tensor([0, 0xFF, 0x80000000, 0xFFFFFE00, 0xFFFFFFFF]))
+    assert bool((least.isfinite() & (least > 0)).all())
+    assert float(least.max()) == pytest.approx(math.log(2**24), rel=1e-5)
+    assert float(least.min()) == pytest.approx(2**-24, rel=1e-5)
 
 
 def test_gumbel_law_and_keys() -> None:
@@ -97,13 +100,29 @@ def test_gumbel_law_and_keys() -> None:
         assert not bool((gumbel(*keys, ids) == base).any())
 
 
-@pytest.mark.parametrize("chunk_size", [4, 16, 64])
-def test_gumbel_chunks_is_gumbel(chunk_size: int) -> None:
+def test_gumbel_noise_is_independent_within_a_chunk() -> None:
+    """The two levels make it so: order statistics, the place of the largest, and correlations."""
+    n = 40_000
+    seed, zero = torch.arange(n), torch.zeros(n, dtype=torch.int64)
+    ids = torch.arange(2 * CHUNK).expand(n, -1)
+    exponential = (-gumbel(seed, zero, zero, ids)).exp().reshape(2 * n, CHUNK)
+    ordered = exponential.sort(1).values
+    for rank in (0, 1, 2, CHUNK - 1):  # 1 - e^-x is uniform, and order statistics of those are Beta
+        u = 1 - (-ordered[:, rank].double()).exp()
+        assert stats.kstest(u.numpy(), "beta", args=(rank + 1, CHUNK - rank)).pvalue > 1e-3
+    place = torch.bincount(exponential.argmin(1), minlength=CHUNK)
+    assert stats.chisquare(place.numpy()).pvalue > 1e-3
+    noise = (-exponential.log())[:, :4].reshape(n, 8).T
+    correlation = torch.corrcoef(noise) - torch.eye(8)
+    assert float(correlation.abs().max()) < 5 / n**0.5
+
+
+def test_the_least_exponential_of_a_chunk_is_the_least_of_its_tokens() -> None:
     n = 37
     seed = torch.randint(-(2**63), 2**63 - 1, (n,), generator=torch.Generator().manual_seed(1))
     choice, position, chunk = torch.arange(n) % 3, torch.arange(n) * 11, torch.arange(n) * 5
-    ids = chunk[:, None] * chunk_size + torch.arange(chunk_size)
-    assert torch.equal(
-        gumbel_chunks(seed, choice, position, chunk, chunk_size),
-        gumbel(seed, choice, position, ids),
-    )
+    least, place = chunk_exponentials(seed, choice, position, chunk[:, None])
+    ids = chunk[:, None] * CHUNK + torch.arange(CHUNK)
+    noise = gumbel(seed, choice, position, ids)
+    assert torch.equal(noise.amax(1), -least.squeeze(1).log())
+    assert torch.equal(ids.gather(1, noise.argmax(1, keepdim=True)), place)

@@ -80,7 +80,7 @@ def batch(rows: list[Row], dtype: torch.dtype = torch.float64) -> Tensor:
     masks = columns(mask, 2) if mask else None
     logits = torch.tensor([row.logits for row in rows], dtype=dtype)
     before = logits.clone()
-    scaled = process_logits(
+    law = process_logits(
         logits,
         temperature=torch.tensor([row.temperature for row in rows], dtype=torch.float64),
         top_k=column("top_k"),
@@ -94,7 +94,7 @@ def batch(rows: list[Row], dtype: torch.dtype = torch.float64) -> Tensor:
         mask=None if masks is None else (masks[0], masks[1]),
     )
     assert torch.equal(logits.nan_to_num(7.0), before.nan_to_num(7.0)), "the input was changed"
-    return scaled
+    return law.scaled()
 
 
 def support(row: Row) -> set[int]:
@@ -245,7 +245,7 @@ def test_top_p_that_is_reached_exactly(vocab_size: int, kept: int) -> None:
 def test_top_p_of_one_changes_nothing() -> None:
     row = logits_of(4097, 3, ties=False, scale=30.0)
     with_it, without = batch([Row(row), Row(row, top_p=1 - 1e-6)], torch.float32)
-    assert torch.equal(with_it, process_logits(torch.tensor([row]), temperature=torch.ones(1))[0])
+    assert torch.equal(with_it, process_logits(torch.tensor([row]), temperature=torch.ones(1)).scaled()[0])
     assert int((with_it > -INF).sum()) == 4097
     assert int((without > -INF).sum()) < 4097  # the check can fail
 
@@ -296,10 +296,10 @@ def test_a_row_masked_out_altogether_is_invalid() -> None:
 
 def test_bfloat16_gives_float32_and_optional_parameters() -> None:
     logits = torch.randn(2, 50).bfloat16()
-    got = process_logits(logits, temperature=torch.tensor([1.0, 0.5]))
+    got = process_logits(logits, temperature=torch.tensor([1.0, 0.5])).scaled()
     assert got.dtype == torch.float32
     assert float(got.max()) == 0.0
-    assert process_logits(logits[:0], temperature=torch.ones(0)).shape == (0, 50)
+    assert process_logits(logits[:0], temperature=torch.ones(0)).scaled().shape == (0, 50)
     entry = torch.zeros(1, dtype=torch.int64)
     with pytest.raises(ValueError, match="repetition"):
         process_logits(logits, temperature=torch.ones(2), penalties=(entry, entry, entry))

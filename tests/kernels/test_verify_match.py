@@ -15,7 +15,7 @@ def match(
 ) -> tuple[list[list[int]], list[int], list[bool]]:
     valid = torch.ones(len(target), dtype=torch.bool)
     valid[list(invalid_rows)] = False
-    output, num_accepted, invalid = verify_match(
+    output, num_accepted, invalid, _ = verify_match(
         torch.tensor(target, dtype=torch.int32),
         torch.tensor(draft, dtype=torch.int32),
         torch.tensor(cu, dtype=torch.int32),
@@ -50,7 +50,7 @@ def test_match_with_no_drafts_at_all_and_with_no_requests() -> None:
 
 
 def test_match_with_a_given_width() -> None:
-    output, num_accepted, _ = verify_match(
+    output, num_accepted, *_ = verify_match(
         torch.tensor([1, 2, 3]),
         torch.tensor([1]),
         torch.tensor([1, 1]),

@@ -17,6 +17,7 @@ from spectrue.kernels.dispatch import (
     GUARD_ROW_INVALID,
     NUM_GUARDS,
     PLACEHOLDER_TOKEN_ID,
+    RowLaw,
     draw_inverse_cdf,
     logsumexp_rows,
     process_logits,
@@ -61,15 +62,15 @@ def step(
     valid: tuple[bool, bool] = (True, True),
 ) -> tuple[list[int], int, list[str]]:
     """One request, k = 1: tokens, number accepted, guards that fired."""
-    scaled = (target / target.max()).log().expand(2, -1)
+    scaled = (target / target.max()).log().expand(2, -1).clone()
+    scaled[~torch.tensor(valid), 1] = NAN
     output, num_accepted, invalid, guards = verify_rejection(
-        scaled,
+        RowLaw(scaled),
         torch.tensor([draft]),
         torch.tensor([1]),
         **law,
         coins=torch.tensor([coin]),
         uniforms=torch.full((2,), uniform),
-        row_valid=torch.tensor(valid),
     )
     assert guards.shape == (1, NUM_GUARDS)
     assert guards.dtype == torch.int32
@@ -89,13 +90,12 @@ def drawn_law(draft: int, coin: float, law: Law, target: Tensor = TARGET, n: int
         draft_index=law["draft_index"],
     )
     output, _, _, _ = verify_rejection(
-        scaled,
+        RowLaw(scaled),
         torch.full((n,), draft),
         torch.arange(1, n + 1),
         **many,
         coins=torch.full((n,), coin),
         uniforms=((torch.arange(2 * n) // 2) + 0.5) / n,
-        row_valid=torch.ones(2 * n, dtype=torch.bool),
     )
     return torch.bincount(output[:, 0], minlength=len(target)) / n
 
@@ -246,7 +246,8 @@ def random_batch(
     generator = torch.Generator().manual_seed(seed)
     d, r = sum(num_drafts), sum(num_drafts) + len(num_drafts)
     target = torch.randn(r, vocab_size, generator=generator) * 2
-    scaled = process_logits(target, temperature=torch.ones(r), top_p=torch.full((r,), 0.95))
+    law = process_logits(target, temperature=torch.ones(r), top_p=torch.full((r,), 0.95))
+    scaled = law.scaled()
     size = draft_vocab_size or vocab_size
     d2t = torch.randperm(vocab_size, generator=generator)[:size]
     draft_index = torch.full((vocab_size,), -1, dtype=torch.int32)
@@ -258,7 +259,7 @@ def random_batch(
         process_logits(logits, temperature=1 / inv), torch.rand(d, generator=generator)
     )
     probs = (logits.gather(1, draft_ids[:, None])[:, 0] * inv - normalizer).exp()
-    law = Law(
+    draft_law = Law(
         draft_logits=logits,
         draft_inv_temperature=inv,
         draft_log_normalizer=normalizer,
@@ -266,7 +267,7 @@ def random_batch(
         draft_index=draft_index,
     )
     coins, uniforms = torch.rand(d, generator=generator), torch.rand(r, generator=generator)
-    return scaled, d2t[draft_ids], torch.tensor(num_drafts).cumsum(0), law, coins, uniforms
+    return scaled, d2t[draft_ids], torch.tensor(num_drafts).cumsum(0), draft_law, coins, uniforms
 
 
 @pytest.mark.parametrize("vocab_size", [7, 97, 4097])
@@ -278,9 +279,8 @@ def test_requests_do_not_depend_on_their_neighbours(
     scaled, draft, cu, law, coins, uniforms = random_batch(
         num_drafts, vocab_size, draft_vocab_size, seed=vocab_size
     )
-    valid = torch.ones(len(scaled), dtype=torch.bool)
     output, num_accepted, invalid, guards = verify_rejection(
-        scaled, draft, cu, **law, coins=coins, uniforms=uniforms, row_valid=valid
+        RowLaw(scaled), draft, cu, **law, coins=coins, uniforms=uniforms
     )
     assert not bool(invalid.any())
     assert not bool(guards.any())
@@ -290,7 +290,7 @@ def test_requests_do_not_depend_on_their_neighbours(
     for b, k in enumerate(num_drafts):
         drafts, rows = slice(first_draft, first_draft + k), slice(first_row, first_row + k + 1)
         alone, accepted, _, _ = verify_rejection(
-            scaled[rows],
+            RowLaw(scaled[rows]),
             draft[drafts],
             torch.tensor([k]),
             draft_logits=law["draft_logits"][drafts],
@@ -300,7 +300,6 @@ def test_requests_do_not_depend_on_their_neighbours(
             draft_index=law["draft_index"],
             coins=coins[drafts],
             uniforms=uniforms[rows],
-            row_valid=valid[rows],
         )
         n = int(num_accepted[b])
         assert int(accepted[0]) == n
@@ -318,13 +317,12 @@ def test_guards_of_rows_after_the_stop_stay_silent() -> None:
     scaled = (TARGET / TARGET.max()).log().expand(3, -1).clone()
     scaled[1:] = NAN
     output, num_accepted, invalid, guards = verify_rejection(
-        scaled,
+        RowLaw(scaled),
         torch.tensor([2, -7]),
         torch.tensor([2]),
         **law,
         coins=torch.tensor([0.9, 0.0]),
         uniforms=torch.zeros(3),
-        row_valid=torch.tensor([True, False, False]),
     )
     assert output.tolist() == [[0, PAD, PAD]]
     assert int(num_accepted) == 0
@@ -348,23 +346,21 @@ def test_no_drafts_and_no_requests() -> None:
     scaled = torch.zeros(2, 5)
     law = law_of(torch.zeros(0, 5), torch.zeros(0, dtype=torch.int64))
     output, num_accepted, _, _ = verify_rejection(
-        scaled,
+        RowLaw(scaled),
         torch.zeros(0, dtype=torch.int64),
         torch.tensor([0, 0]),
         **law,
         coins=torch.zeros(0),
         uniforms=torch.tensor([0.0, 0.9]),
-        row_valid=torch.ones(2, dtype=torch.bool),
     )
     assert output.tolist() == [[0], [4]]
     assert num_accepted.tolist() == [0, 0]
     output, *_ = verify_rejection(
-        scaled[:0],
+        RowLaw(scaled[:0]),
         torch.zeros(0, dtype=torch.int64),
         torch.zeros(0, dtype=torch.int64),
         **law,
         coins=torch.zeros(0),
         uniforms=torch.zeros(0),
-        row_valid=torch.ones(0, dtype=torch.bool),
     )
     assert output.shape == (0, 1)

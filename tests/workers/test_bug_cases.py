@@ -85,8 +85,11 @@ def chi_square(counts: Counter[int], law: dict[int, float], n: int) -> float:
 
 
 def test_the_histogram_test_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
-    argmax = lambda scaled, uniform: dispatch.argmax_lowest(scaled)  # noqa: E731
-    monkeypatch.setattr(dispatch, "draw_inverse_cdf", argmax)
+    def argmax(law: dispatch.RowLaw, kind: Tensor, **keys: Tensor | None) -> tuple[Tensor, Tensor]:
+        scaled = law.scaled()
+        return dispatch.argmax_lowest(scaled), dispatch.valid_rows(scaled)
+
+    monkeypatch.setattr(dispatch, "sample_rows", argmax)
     setup = toy.Setup(
         config=SpeculativeConfig(drafter="none"), params=SamplingParams(), prompt=(1, 2)
     )

@@ -23,8 +23,13 @@ MIN_ROWS = 4
 
 
 @functools.cache
-def packing_ops() -> tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]] | None:
-    """(pack, linear, linear + binary) of oneDNN, which inductor's freezing uses; None if absent."""
+def packing_ops(
+    dtype: torch.dtype,
+) -> tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]] | None:
+    """(pack, linear, linear + binary) of oneDNN, which inductor's freezing uses; None if absent.
+
+    Tried for each dtype: a CPU without AVX-512 has them for float32 and not for bfloat16.
+    """
     if not torch.backends.mkldnn.is_available():
         return None
     ops = torch.ops.mkldnn
@@ -34,11 +39,12 @@ def packing_ops() -> tuple[Callable[..., Any], Callable[..., Any], Callable[...,
             ops._linear_pointwise.default,
             ops._linear_pointwise.binary,
         )
-        weight = found[0](torch.ones(16, 16, dtype=torch.float32), PACK_ROWS)
-        found[1](torch.ones(1, 16), weight, None, "none", [], "")
-        found[2](torch.ones(1, 16), torch.ones(1, 16), weight, None, "add")
+        row = torch.ones(1, 16, dtype=dtype)
+        weight = found[0](torch.ones(16, 16, dtype=dtype), PACK_ROWS)
+        found[1](row, weight, None, "none", [], "")
+        found[2](row, row, weight, None, "add")
     except (AttributeError, RuntimeError, TypeError) as error:
-        logger.warning("no packed linear layers in torch %s (%s): slower", torch.__version__, error)
+        logger.warning("no packed %s linear layers on this CPU (%s): slower", dtype, error)
         return None
     return found
 
@@ -58,7 +64,8 @@ class Linear:
         weight: Tensor,  # [out, in]
         bias: Tensor | None = None,  # [out]
     ) -> None:
-        ops = packing_ops() if weight.device.type == "cpu" and weight.dtype in PACKABLE else None
+        packable = weight.device.type == "cpu" and weight.dtype in PACKABLE
+        ops = packing_ops(weight.dtype) if packable else None
         self.bias = bias
         self.packed = ops is not None
         if ops is not None:

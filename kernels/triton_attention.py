@@ -1,0 +1,438 @@
+"""Paged attention in Triton: one kernel for decode, verify and prefill, and one that joins splits.
+
+An online softmax over tiles of KV (FlashAttention-2, arXiv 2307.08691), through a block table
+(PagedAttention, arXiv 2309.06180), a long context cut into splits that run side by side
+(Flash-Decoding). A tile's rows are queries x the query heads of one KV head, so that K and V are
+read once for all of them.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from spectrue.kernels.reference_attention import check_paged_attention
+from spectrue.kernels.triton_launch import launch
+
+MAX_SPLITS = 64
+MIN_SPLIT = 128  # tokens: fewer are not worth a program
+LONG_SPLIT = 4096  # tokens: a sequence of more than this a split is cut further, batch or no batch
+JOIN_BLOCK = 8  # splits that the joining kernel reads at once
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How the work is cut. A row's result depends on this and on its own request alone."""
+
+    block_m: int  # rows of a tile: queries x fold
+    block_n: int  # KV tokens of a tile
+    num_splits: int
+    num_warps: int
+    num_stages: int
+
+
+def _plan(
+    *,
+    batch: int,
+    num_tokens: int,
+    fold: int,
+    num_kv_heads: int,
+    head_dim: int,
+    itemsize: int,
+    max_query_len: int,
+    max_seq_len: int,
+    device: torch.device,
+) -> Plan:
+    """From host-known sizes alone, in coarse steps: never from the lengths of single requests."""
+    units, shared_memory = _device_limits(device)
+    # float32 (tests, mostly) has no matrix unit at full precision: small tiles, or builds take long
+    largest = 128 if itemsize < 4 else 32
+    block_m = min(max(triton.next_power_of_2(max_query_len * fold), 16), largest)
+    block_m = max(block_m, triton.next_power_of_2(fold))
+    row_bytes = 2 * max(16, triton.next_power_of_2(head_dim)) * itemsize  # K and V of a token
+    budget = shared_memory // 2  # of a program, so that a unit holds two
+    block_n = min(64, largest)
+    while block_n > 16 and 2 * block_n * row_bytes > budget:
+        block_n //= 2
+    num_stages = min(max(budget // (block_n * row_bytes), 1), 3)
+
+    queries = block_m // fold
+    tiles = batch if max_query_len <= queries else num_tokens // queries + batch
+    wanted = units * (8 if block_m < 64 else 2) // max(tiles * num_kv_heads, 1)
+    wanted = max(wanted, triton.cdiv(max_seq_len, LONG_SPLIT))
+    num_splits = max(min(wanted, triton.cdiv(max_seq_len, MIN_SPLIT), MAX_SPLITS), 1)
+    num_splits = 1 << num_splits.bit_length() - 1
+    return Plan(block_m, block_n, num_splits, 8 if block_m > 64 else 4, num_stages)
+
+
+@functools.cache
+def _device_limits(device: torch.device) -> tuple[int, int]:
+    """Compute units, and bytes of shared memory (LDS) of one."""
+    if device.type != "cuda":
+        return 64, 65536  # the tests' machines: what every GPU has at least
+    properties = torch.cuda.get_device_properties(device)
+    least = getattr(properties, "shared_memory_per_block", 65536)
+    most = getattr(properties, "shared_memory_per_block_optin", least)
+    return properties.multi_processor_count, max(most, 65536)
+
+
+def paged_attention(
+    query: Tensor,
+    kv: Tensor,
+    *,
+    block_tables: Tensor,
+    block_size: int,
+    cu_query_lens: Tensor,
+    seq_lens: Tensor,
+    max_query_len: int,
+    max_seq_len: int,
+    scale: float | None = None,
+    window: int = 0,
+    tree_mask: Tensor | None = None,
+) -> Tensor:
+    check_paged_attention(
+        query,
+        kv,
+        block_tables=block_tables,
+        block_size=block_size,
+        cu_query_lens=cu_query_lens,
+        seq_lens=seq_lens,
+        max_query_len=max_query_len,
+        max_seq_len=max_seq_len,
+        window=window,
+        tree_mask=tree_mask,
+    )
+    num_tokens, num_heads, head_dim = query.shape
+    num_kv_heads = kv.shape[2]
+    fold = num_heads // num_kv_heads
+    batch = seq_lens.shape[0]
+    plan = _plan(
+        batch=batch,
+        num_tokens=num_tokens,
+        fold=fold,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        itemsize=query.element_size(),
+        max_query_len=max_query_len,
+        max_seq_len=max_seq_len,
+        device=query.device,
+    )
+    out = query.new_empty(num_tokens, num_heads * head_dim)
+    splits = plan.num_splits
+    partial = lse = None
+    if splits > 1:
+        partial = query.new_empty(num_tokens, num_heads, splits, head_dim, dtype=torch.float32)
+        lse = query.new_empty(num_tokens, num_heads, splits, dtype=torch.float32)
+    queries = plan.block_m // fold  # of a tile
+    whole = max_query_len <= queries  # a request is one tile
+    tiles = batch if whole else num_tokens // queries + batch
+    padding = 0  # tiles of rows after the last request; _join writes their zeros if it runs
+    if splits == 1:
+        padding = triton.cdiv(num_tokens, queries) if whole else 1
+    block_d = max(16, triton.next_power_of_2(head_dim))
+    launch(
+        _attend,
+        (num_kv_heads * (tiles + padding), splits),
+        query,
+        kv,
+        out,
+        partial,
+        lse,
+        block_tables,
+        cu_query_lens,
+        seq_lens,
+        tree_mask,
+        query.stride(0),
+        block_tables.stride(0),
+        0 if tree_mask is None else tree_mask.stride(0),
+        num_tokens,
+        batch,
+        window,
+        (head_dim**-0.5 if scale is None else scale) * math.log2(math.e),
+        num_warps=plan.num_warps,
+        num_stages=plan.num_stages,
+        NUM_KV_HEADS=num_kv_heads,
+        FOLD=fold,
+        HEAD_DIM=head_dim,
+        BLOCK_SIZE=block_size,
+        BLOCK_M=plan.block_m,
+        BLOCK_N=plan.block_n,
+        BLOCK_D=block_d,
+        SPLITS=splits,
+        MIN_SPLIT=max(MIN_SPLIT, plan.block_n),
+        WHOLE=whole,
+        WINDOW=window > 0,
+        TREE=tree_mask is not None,
+    )
+    if splits > 1:
+        launch(
+            _join,
+            (num_tokens * num_heads,),
+            partial,
+            lse,
+            out,
+            cu_query_lens,
+            batch,
+            num_warps=1,
+            num_stages=1,
+            NUM_HEADS=num_heads,
+            HEAD_DIM=head_dim,
+            BLOCK_D=block_d,
+            SPLITS=splits,
+            BLOCK_S=min(splits, JOIN_BLOCK),
+        )
+    return out
+
+
+@triton.jit(do_not_specialize=["num_tokens", "batch", "window"])
+def _attend(
+    query_ptr,
+    kv_ptr,
+    out_ptr,
+    partial_ptr,
+    lse_ptr,
+    table_ptr,
+    cu_query_lens_ptr,
+    seq_lens_ptr,
+    tree_ptr,
+    query_stride,
+    table_stride,
+    tree_stride,
+    num_tokens,
+    batch,
+    window,
+    scale_log2,
+    NUM_KV_HEADS: tl.constexpr,
+    FOLD: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    SPLITS: tl.constexpr,
+    MIN_SPLIT: tl.constexpr,
+    WHOLE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    TREE: tl.constexpr,
+):
+    QUERIES: tl.constexpr = BLOCK_M // FOLD
+    kv_head = tl.program_id(0) % NUM_KV_HEADS  # the heads of a token lie side by side in memory
+    tile = tl.program_id(0) // NUM_KV_HEADS
+    split = tl.program_id(1)
+
+    # Request `batch` is the padding after the last: rows that see nothing.
+    if WHOLE:
+        request = tl.minimum(tile, batch)
+        first = (tile - request) * QUERIES
+    else:
+        tile = tl.num_programs(0) // NUM_KV_HEADS - 1 - tile  # late queries see most: first
+        request = _find_request(cu_query_lens_ptr, tile, batch, QUERIES)
+        first = (tile - tl.load(cu_query_lens_ptr + request) // QUERIES - request) * QUERIES
+    query_start = tl.load(cu_query_lens_ptr + request)
+    if request < batch:
+        query_end = tl.load(cu_query_lens_ptr + request + 1)
+        seq_len = tl.load(seq_lens_ptr + request)
+    else:
+        query_end = num_tokens
+        seq_len = 0
+    query_len = query_end - query_start
+    if first >= query_len:
+        return
+    context = seq_len - query_len  # tokens before the queries
+
+    row = tl.arange(0, BLOCK_M)
+    dim = tl.arange(0, BLOCK_D)
+    own = first + row // FOLD  # index of the row's query in its request
+    head = kv_head * FOLD + row % FOLD
+    valid = (row < QUERIES * FOLD) & (own < query_len)
+    token = (query_start + own).to(tl.int64)
+    query_at = query_ptr + token * query_stride + head * HEAD_DIM
+    query = tl.load(
+        query_at[:, None] + dim[None, :],
+        mask=valid[:, None] & (dim < HEAD_DIM)[None, :],
+        other=0.0,
+    )
+
+    # [low, high): what the tile's rows see together; [low, full): what each of them sees.
+    high = seq_len if TREE else tl.minimum(seq_len, context + first + QUERIES)
+    full = context if TREE else context + first + 1
+    low = 0
+    if WINDOW:
+        low = tl.maximum(context + first - window + 1, 0) // BLOCK_N * BLOCK_N
+        full = 0
+    length = tl.cdiv(tl.cdiv(tl.maximum(high - low, 0), SPLITS), MIN_SPLIT) * MIN_SPLIT
+    begin = low + split * length
+    end = tl.minimum(begin + length, high)
+    middle = begin + tl.maximum(tl.minimum(end, full) - begin, 0) // BLOCK_N * BLOCK_N
+
+    peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    key_ptr = kv_ptr + kv_head * HEAD_DIM
+    table = table_ptr + request * table_stride.to(tl.int64)
+    tree = tree_ptr + token * tree_stride if TREE else token
+    for masked in tl.static_range(2):
+        acc, peak, total = _attend_range(
+            acc,
+            peak,
+            total,
+            query,
+            key_ptr,
+            table,
+            tree,
+            context,
+            own,
+            valid,
+            middle if masked else begin,
+            end if masked else middle,
+                            window,
+            scale_log2,
+            NUM_KV_HEADS,
+            HEAD_DIM,
+            BLOCK_SIZE,
+            BLOCK_N,
+            BLOCK_D,
+            masked == 1,
+            WINDOW,
+            TREE,
+        )
+
+    seen = total != 0  # a NaN that the row does see stays one
+    acc = acc / tl.where(seen, total, 1.0)[:, None]
+    head_row = token * (NUM_KV_HEADS * FOLD) + head
+    stored = valid[:, None] & (dim < HEAD_DIM)[None, :]
+    if SPLITS == 1:
+        at = out_ptr + (head_row * HEAD_DIM)[:, None] + dim[None, :]
+        tl.store(at, acc.to(out_ptr.dtype.element_ty), mask=stored)
+    else:
+        part = head_row * SPLITS + split
+        at = partial_ptr + (part * HEAD_DIM)[:, None] + dim[None, :]
+        tl.store(at, acc, mask=stored & seen[:, None])
+        lse = tl.where(seen, peak + tl.log2(tl.where(seen, total, 1.0)), float("-inf"))
+        tl.store(lse_ptr + part, lse, mask=valid)
+
+
+@triton.jit
+def _find_request(cu_query_lens_ptr, tile, batch, QUERIES: tl.constexpr):
+    """Request i has tiles from `cu_query_lens[i] // QUERIES + i`: room enough for each of them."""
+    at_or_before = 0
+    for start in range(0, batch + 1, 256):
+        index = start + tl.arange(0, 256)
+        first = tl.load(cu_query_lens_ptr + index, mask=index <= batch, other=0) // QUERIES + index
+        at_or_before += tl.sum(((first <= tile) & (index <= batch)).to(tl.int32), 0)
+    return at_or_before - 1
+
+
+@triton.jit
+def _attend_range(
+    acc,
+    peak,
+    total,
+    query,
+    key_ptr,
+    table,
+    tree,
+    context,
+    own,
+    valid,
+    begin,
+    end,
+    window,
+    scale_log2,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    MASKED: tl.constexpr,
+    WINDOW: tl.constexpr,
+    TREE: tl.constexpr,
+):
+    """Add positions [begin, end) to the online softmax; whole tiles seen by all if not MASKED."""
+    dim = tl.arange(0, BLOCK_D)
+    for start in range(begin, end, BLOCK_N):
+        position = start + tl.arange(0, BLOCK_N)
+        inside = position < end
+        if MASKED:
+            block = tl.load(table + position // BLOCK_SIZE, mask=inside, other=0)
+        else:
+            block = tl.load(table + position // BLOCK_SIZE)
+        slot = block.to(tl.int64) * BLOCK_SIZE + position % BLOCK_SIZE
+        at = key_ptr + (slot * (2 * NUM_KV_HEADS * HEAD_DIM))[:, None] + dim[None, :]
+        # What is not the request's may be NaN, and 0 * NaN is NaN: it is never loaded.
+        if MASKED or HEAD_DIM < BLOCK_D:
+            loaded = inside[:, None] & (dim < HEAD_DIM)[None, :]
+            key = tl.load(at, mask=loaded, other=0.0)
+            value = tl.load(at + NUM_KV_HEADS * HEAD_DIM, mask=loaded, other=0.0)
+        else:
+            key = tl.load(at)
+            value = tl.load(at + NUM_KV_HEADS * HEAD_DIM)
+        scores = tl.dot(query, tl.trans(key), input_precision="ieee") * scale_log2
+        if MASKED:
+            if TREE:
+                node = position - context
+                word = tl.load(
+                    tree[:, None] + (node >> 5)[None, :],
+                    mask=valid[:, None] & (inside & (node >= 0))[None, :],
+                    other=0,
+                )
+                visible = (((word >> (node & 31)[None, :]) & 1) != 0) | (node < 0)[None, :]
+            else:
+                distance = (context + own)[:, None] - position[None, :]
+                visible = distance >= 0
+                if WINDOW:
+                    visible = visible & (distance < window)
+            scores = tl.where(visible & inside[None, :], scores, float("-inf"))
+        new_peak = tl.maximum(peak, tl.max(scores, 1))
+        shift = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+        weights = tl.exp2(scores - shift[:, None])
+        rescale = tl.exp2(peak - shift)
+        total = total * rescale + tl.sum(weights, 1)
+        acc = acc * rescale[:, None]
+        acc = tl.dot(weights.to(value.dtype), value, acc, input_precision="ieee")
+        peak = new_peak
+    return acc, peak, total
+
+
+@triton.jit(do_not_specialize=["batch"])
+def _join(
+    partial_ptr,
+    lse_ptr,
+    out_ptr,
+    cu_query_lens_ptr,
+    batch,
+    NUM_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+):
+    """The splits of one token and head, weighted by their share of the softmax's sum."""
+    row = tl.program_id(0).to(tl.int64)
+    dim = tl.arange(0, BLOCK_D)
+    lse_row = lse_ptr + row * SPLITS
+    num_tokens = tl.load(cu_query_lens_ptr + batch)  # rows after these were never written
+    written = tl.where(row // NUM_HEADS < num_tokens, SPLITS, 0)
+    split = tl.arange(0, SPLITS)
+    peak = tl.max(tl.load(lse_row + split, mask=split < written, other=float("-inf")), 0)
+    shift = tl.where(peak == float("-inf"), 0.0, peak)
+    total = 0.0
+    acc = tl.zeros([BLOCK_D], tl.float32)
+    for start in tl.static_range(0, SPLITS, BLOCK_S):
+        split = start + tl.arange(0, BLOCK_S)
+        lse = tl.load(lse_row + split, mask=split < written, other=float("-inf"))
+        seen = lse != float("-inf")
+        weight = tl.exp2(lse - shift)
+        at = partial_ptr + ((row * SPLITS + split) * HEAD_DIM)[:, None] + dim[None, :]
+        part = tl.load(at, mask=seen[:, None] & (dim < HEAD_DIM)[None, :], other=0.0)
+        total += tl.sum(weight, 0)
+        acc += tl.sum(part * weight[:, None], 0)
+    out = acc / tl.where(total != 0, total, 1.0)
+    at = out_ptr + row * HEAD_DIM + dim
+    tl.store(at, out.to(out_ptr.dtype.element_ty), mask=dim < HEAD_DIM)
