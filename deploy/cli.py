@@ -203,6 +203,33 @@ def bench_engine(
     )
 
 
+@bench.command("verify")
+def bench_verify(
+    batch: Annotated[str | None, typer.Option(help="Requests in a step: 64,1.")] = None,
+    num_speculative_tokens: K = None,
+    vocab_size: Annotated[str | None, typer.Option(help="Of the target: 128256,32000.")] = None,
+    dtype: Annotated[str, typer.Option(help="Of the logits.")] = "bfloat16",
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write results here.")] = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option(help="A PNG; if no sizes are given, over a range of them. Needs matplotlib."),
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="The main pipelines alone.")] = False,
+) -> None:
+    """The verify kernels: time against their bytes, torch and flashinfer, and a check."""
+    from spectrue.deploy.bench_verify import run
+
+    run(
+        batch=batch,
+        num_speculative_tokens=num_speculative_tokens,
+        vocab_size=vocab_size,
+        dtype=dtype,
+        json_file=json_file,
+        plot=plot,
+        quick=quick,
+    )
+
+
 def _engine_config(
     model: str | None,
     drafter: str | None,

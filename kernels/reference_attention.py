@@ -130,7 +130,7 @@ def check_paged_attention(
             and tree_mask.shape[0] == num_tokens
             and tree_mask.shape[1] * 32 >= max_query_len
             and tree_mask.dtype == torch.int32
-            and tree_mask.stride(1) == 1,
+            and tree_mask.is_contiguous(),
             "tree_mask",
             f"int32 [{num_tokens}, W] with 32 * W >= max_query_len = {max_query_len}",
         )

@@ -1,4 +1,4 @@
-"""Norms, rotation and gating of Llama-like layers. float32 inside, float64 where the tensors are."""
+"""Norms, rotation and gating of Llama-like layers, float32 inside (float64 stays float64)."""
 
 from __future__ import annotations
 

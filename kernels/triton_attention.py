@@ -23,6 +23,18 @@ from spectrue.kernels.triton_launch import launch
 MAX_SPLITS = 64
 MIN_SPLIT = 128  # tokens: fewer are not worth a program
 LONG_SPLIT = 4096  # tokens: a sequence of more than this a split is cut further, batch or no batch
+# (kind of GPU, float32) -> largest block_m, block_n, num_stages, num_warps: what fits without
+# spilling registers. NVIDIA keeps tiles in flight in shared memory, two stages each (the block
+# table, then the KV); AMD keeps the next tile in registers. float32, where there is no matrix unit
+# for it, is for tests.
+TILES = {
+    ("nvidia", False): (128, 64, 3, 8),
+    ("nvidia", True): (16, 16, 1, 8),
+    ("wave64", False): (64, 32, 2, 4),
+    ("wave64", True): (32, 16, 2, 4),
+    ("wave32", False): (64, 16, 1, 8),
+    ("wave32", True): (16, 16, 1, 8),
+}
 JOIN_BLOCK = 8  # splits that the joining kernel reads at once
 
 
@@ -50,17 +62,16 @@ def _plan(
     device: torch.device,
 ) -> Plan:
     """From host-known sizes alone, in coarse steps: never from the lengths of single requests."""
-    units, shared_memory = _device_limits(device)
-    # float32 (tests, mostly) has no matrix unit at full precision: small tiles, or builds take long
-    largest = 128 if itemsize < 4 else 32
-    block_m = min(max(triton.next_power_of_2(max_query_len * fold), 16), largest)
+    units, kind = _gpu(device)
+    block_m, block_n, num_stages, num_warps = TILES[kind, itemsize == 4]
+    block_m = min(max(triton.next_power_of_2(max_query_len * fold), 16), block_m)
     block_m = max(block_m, triton.next_power_of_2(fold))
-    row_bytes = 2 * max(16, triton.next_power_of_2(head_dim)) * itemsize  # K and V of a token
-    budget = shared_memory // 2  # of a program, so that a unit holds two
-    block_n = min(64, largest)
-    while block_n > 16 and 2 * block_n * row_bytes > budget:
-        block_n //= 2
-    num_stages = min(max(budget // (block_n * row_bytes), 1), 3)
+    if kind == "nvidia" and block_m < 64 and itemsize < 4:
+        num_stages = 5
+    if block_m < 64 and itemsize < 4:
+        num_warps = 4
+    if head_dim > 128:
+        block_n = max(block_n // 2, 16)
 
     queries = block_m // fold
     tiles = batch if max_query_len <= queries else num_tokens // queries + batch
@@ -68,18 +79,18 @@ def _plan(
     wanted = max(wanted, triton.cdiv(max_seq_len, LONG_SPLIT))
     num_splits = max(min(wanted, triton.cdiv(max_seq_len, MIN_SPLIT), MAX_SPLITS), 1)
     num_splits = 1 << num_splits.bit_length() - 1
-    return Plan(block_m, block_n, num_splits, 8 if block_m > 64 else 4, num_stages)
+    return Plan(block_m, block_n, num_splits, num_warps, num_stages)
 
 
 @functools.cache
-def _device_limits(device: torch.device) -> tuple[int, int]:
-    """Compute units, and bytes of shared memory (LDS) of one."""
+def _gpu(device: torch.device) -> tuple[int, str]:
+    """Its compute units and its kind."""
     if device.type != "cuda":
-        return 64, 65536  # the tests' machines: what every GPU has at least
+        return 64, "wave64"  # AMD's code, interpreted or executed on the CPU: tests
     properties = torch.cuda.get_device_properties(device)
-    least = getattr(properties, "shared_memory_per_block", 65536)
-    most = getattr(properties, "shared_memory_per_block_optin", least)
-    return properties.multi_processor_count, max(most, 65536)
+    if torch.version.hip is None:
+        return properties.multi_processor_count, "nvidia"
+    return properties.multi_processor_count, f"wave{properties.warp_size}"
 
 
 def paged_attention(
@@ -150,7 +161,7 @@ def paged_attention(
         tree_mask,
         query.stride(0),
         block_tables.stride(0),
-        0 if tree_mask is None else tree_mask.stride(0),
+        0 if tree_mask is None else tree_mask.shape[1],
         num_tokens,
         batch,
         window,
@@ -162,13 +173,14 @@ def paged_attention(
         HEAD_DIM=head_dim,
         BLOCK_SIZE=block_size,
         BLOCK_M=plan.block_m,
-        BLOCK_N=plan.block_n,
+        BLOCK_N=plan.block_n if tree_mask is None else min(plan.block_n, 64),
         BLOCK_D=block_d,
         SPLITS=splits,
         MIN_SPLIT=max(MIN_SPLIT, plan.block_n),
         WHOLE=whole,
         WINDOW=window > 0,
         TREE=tree_mask is not None,
+        PRECISION="ieee",
     )
     if splits > 1:
         launch(
@@ -203,7 +215,7 @@ def _attend(
     tree_ptr,
     query_stride,
     table_stride,
-    tree_stride,
+    tree_words,
     num_tokens,
     batch,
     window,
@@ -220,6 +232,7 @@ def _attend(
     WHOLE: tl.constexpr,
     WINDOW: tl.constexpr,
     TREE: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
     QUERIES: tl.constexpr = BLOCK_M // FOLD
     kv_head = tl.program_id(0) % NUM_KV_HEADS  # the heads of a token lie side by side in memory
@@ -253,11 +266,10 @@ def _attend(
     valid = (row < QUERIES * FOLD) & (own < query_len)
     token = (query_start + own).to(tl.int64)
     query_at = query_ptr + token * query_stride + head * HEAD_DIM
-    query = tl.load(
-        query_at[:, None] + dim[None, :],
-        mask=valid[:, None] & (dim < HEAD_DIM)[None, :],
-        other=0.0,
-    )
+    stored = valid[:, None]
+    if HEAD_DIM < BLOCK_D:
+        stored = stored & (dim < HEAD_DIM)[None, :]
+    query = tl.load(query_at[:, None] + dim[None, :], mask=stored, other=0.0)
 
     # [low, high): what the tile's rows see together; [low, full): what each of them sees.
     high = seq_len if TREE else tl.minimum(seq_len, context + first + QUERIES)
@@ -276,7 +288,7 @@ def _attend(
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     key_ptr = kv_ptr + kv_head * HEAD_DIM
     table = table_ptr + request * table_stride.to(tl.int64)
-    tree = tree_ptr + token * tree_stride if TREE else token
+    tree = tree_ptr + token * tree_words if TREE else token
     for masked in tl.static_range(2):
         acc, peak, total = _attend_range(
             acc,
@@ -286,12 +298,13 @@ def _attend(
             key_ptr,
             table,
             tree,
+            tree_words,
             context,
             own,
             valid,
             middle if masked else begin,
             end if masked else middle,
-                            window,
+            window,
             scale_log2,
             NUM_KV_HEADS,
             HEAD_DIM,
@@ -301,12 +314,12 @@ def _attend(
             masked == 1,
             WINDOW,
             TREE,
+            PRECISION,
         )
 
     seen = total != 0  # a NaN that the row does see stays one
     acc = acc / tl.where(seen, total, 1.0)[:, None]
     head_row = token * (NUM_KV_HEADS * FOLD) + head
-    stored = valid[:, None] & (dim < HEAD_DIM)[None, :]
     if SPLITS == 1:
         at = out_ptr + (head_row * HEAD_DIM)[:, None] + dim[None, :]
         tl.store(at, acc.to(out_ptr.dtype.element_ty), mask=stored)
@@ -338,6 +351,7 @@ def _attend_range(
     key_ptr,
     table,
     tree,
+    tree_words,
     context,
     own,
     valid,
@@ -353,10 +367,13 @@ def _attend_range(
     MASKED: tl.constexpr,
     WINDOW: tl.constexpr,
     TREE: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
     """Add positions [begin, end) to the online softmax; whole tiles seen by all if not MASKED."""
     dim = tl.arange(0, BLOCK_D)
-    for start in range(begin, end, BLOCK_N):
+    # No pipeline for the one or two tiles at the end of the context
+    STAGES: tl.constexpr = 1 if MASKED and not WINDOW else None
+    for start in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
         position = start + tl.arange(0, BLOCK_N)
         inside = position < end
         if MASKED:
@@ -367,37 +384,67 @@ def _attend_range(
         at = key_ptr + (slot * (2 * NUM_KV_HEADS * HEAD_DIM))[:, None] + dim[None, :]
         # What is not the request's may be NaN, and 0 * NaN is NaN: it is never loaded.
         if MASKED or HEAD_DIM < BLOCK_D:
-            loaded = inside[:, None] & (dim < HEAD_DIM)[None, :]
+            loaded = inside[:, None]
+            if HEAD_DIM < BLOCK_D:
+                loaded = loaded & (dim < HEAD_DIM)[None, :]
             key = tl.load(at, mask=loaded, other=0.0)
             value = tl.load(at + NUM_KV_HEADS * HEAD_DIM, mask=loaded, other=0.0)
         else:
             key = tl.load(at)
             value = tl.load(at + NUM_KV_HEADS * HEAD_DIM)
-        scores = tl.dot(query, tl.trans(key), input_precision="ieee") * scale_log2
+        scores = tl.dot(query, tl.trans(key), input_precision=PRECISION) * scale_log2
         if MASKED:
             if TREE:
-                node = position - context
-                word = tl.load(
-                    tree[:, None] + (node >> 5)[None, :],
-                    mask=valid[:, None] & (inside & (node >= 0))[None, :],
-                    other=0,
-                )
-                visible = (((word >> (node & 31)[None, :]) & 1) != 0) | (node < 0)[None, :]
+                bits = _tree_bits(tree, tree_words, valid, start - context, BLOCK_N)
+                bits = (bits & _ones(end - start)) | _ones(context - start)
+                column = tl.arange(0, BLOCK_N)[None, :]
+                visible = ((bits[:, None] >> column.to(tl.uint64)) & 1) != 0
             else:
                 distance = (context + own)[:, None] - position[None, :]
                 visible = distance >= 0
                 if WINDOW:
                     visible = visible & (distance < window)
-            scores = tl.where(visible & inside[None, :], scores, float("-inf"))
+            scores = tl.where(visible, scores, float("-inf"))
         new_peak = tl.maximum(peak, tl.max(scores, 1))
         shift = tl.where(new_peak == float("-inf"), 0.0, new_peak)
         weights = tl.exp2(scores - shift[:, None])
         rescale = tl.exp2(peak - shift)
         total = total * rescale + tl.sum(weights, 1)
         acc = acc * rescale[:, None]
-        acc = tl.dot(weights.to(value.dtype), value, acc, input_precision="ieee")
+        acc = tl.dot(weights.to(value.dtype), value, acc, input_precision=PRECISION)
         peak = new_peak
     return acc, peak, total
+
+
+@triton.jit
+def _tree_bits(tree, tree_words, valid, node, BLOCK_N: tl.constexpr):
+    """Bits node, node + 1, ... of each row's mask, of which the first BLOCK_N <= 64 count.
+
+    A word that does not exist, where `node` is negative or near the end, is one that does.
+    """
+    low = _tree_word(tree, tree_words, valid, node >> 5)
+    middle = _tree_word(tree, tree_words, valid, (node >> 5) + 1)
+    skip = (node & 31).to(tl.uint64)
+    bits = (low | (middle << 32)) >> skip
+    if BLOCK_N > 32:
+        high = _tree_word(tree, tree_words, valid, (node >> 5) + 2)
+        bits |= (high << 32) << (32 - skip)
+    return bits
+
+
+@triton.jit
+def _tree_word(tree, tree_words, valid, index):
+    index = tl.minimum(tl.maximum(index, 0), tree_words - 1)
+    word = tl.load(tree + index, mask=valid, other=0)
+    return word.to(tl.uint32, bitcast=True).to(tl.uint64)
+
+
+@triton.jit
+def _ones(count):
+    """The lowest `count` of 64 bits: none if negative, at most all."""
+    count = tl.minimum(tl.maximum(count, 0), 64).to(tl.uint64)
+    one = tl.full([], 1, tl.uint64)
+    return ((one << (count >> 1)) << (count - (count >> 1))) - 1
 
 
 @triton.jit(do_not_specialize=["batch"])

@@ -22,10 +22,11 @@ from spectrue.kernels.triton_common import (
     words,
 )
 from spectrue.kernels.triton_launch import launch
-from spectrue.kernels.triton_philox import gumbel_noise
+from spectrue.kernels.triton_philox import chunk_noise, gumbel_noise
 from spectrue.kernels.triton_rows import check_logits, with_chunks
 
 _DRAW_BY_ROW = 3
+_BATCH = 16  # chunks scored at once by a Gumbel draw
 _SLACK = tl.constexpr(1e-3)  # of the noise's upper bound, covers the rounding of logit + noise
 
 
@@ -83,6 +84,34 @@ def _inverse_cdf(
 
 
 @triton.jit
+def _best_of_chunks(
+    logits,
+    chunk,  # [N]
+    peak,
+    inv_temperature,
+    seed,
+    choice,
+    position,
+    cut,
+    tie,
+    vocab_size,
+    N: tl.constexpr,
+    GUMBEL: tl.constexpr,
+    REST: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """(score, token) of the best token of some chunks."""
+    column = chunk[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
+    x = load_logits(logits + column, column < vocab_size)
+    score = (x - peak) * inv_temperature
+    score += chunk_noise(seed, choice, position, chunk, N, GUMBEL, REST, CHUNK)
+    score = tl.where(in_support(x, column, cut, tie), score, float("-inf"))
+    best = tl.max(tl.max(score, 1), 0)
+    token = tl.where(score == best, column, vocab_size - 1)
+    return best, tl.min(tl.min(token, 1), 0)
+
+
+@triton.jit
 def _gumbel(
     logits,
     peaks,
@@ -97,32 +126,61 @@ def _gumbel(
     GUMBEL: tl.constexpr,
     REST: tl.constexpr,
     CHUNK: tl.constexpr,
+    BATCH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Chunks in the order of what their largest noise lets them score, while that can still win."""
+    """The chunk that can score most, then the others that can still win, BATCH at a time."""
     i = tl.arange(0, BLOCK)
     w0, _, _, _ = words(seed, i, position, choice, GUMBEL)
     noise = -tl.log(exponential(w0) * (1.0 / CHUNK))
     inv_temperature = scale * 0.6931471805599453
     possible = (peaks >= cut) & (peaks > float("-inf"))
     bound = tl.where(possible, (peaks - peak) * inv_temperature + noise + _SLACK, float("-inf"))
-    best = float("-inf")
-    token = vocab_size - 1
-    most = tl.max(bound, 0)
-    while (most >= best) & (most > float("-inf")):
-        chunk = tl.min(tl.where(bound == most, i, BLOCK - 1), 0)
-        column = chunk * CHUNK + tl.arange(0, CHUNK)
-        x = load_logits(logits + column, column < vocab_size)
-        x = tl.where(in_support(x, column, cut, tie), x, float("-inf"))
-        score = (x - peak) * inv_temperature
-        score += gumbel_noise(seed, choice, position, column, GUMBEL, REST, CHUNK)
-        top = tl.max(score, 0)
-        lowest = tl.min(tl.where(score == top, column, vocab_size - 1), 0)
+    first = tl.min(tl.where(bound == tl.max(bound, 0), i, BLOCK - 1), 0)
+    best, token = _best_of_chunks(
+        logits,
+        tl.zeros([1], tl.int32) + first,
+        peak,
+        inv_temperature,
+        seed,
+        choice,
+        position,
+        cut,
+        tie,
+        vocab_size,
+        1,
+        GUMBEL,
+        REST,
+        CHUNK,
+    )
+    bound = tl.where(i == first, float("-inf"), bound)
+    rank = tl.cumsum((bound >= best).to(tl.int32), 0)
+    left = tl.max(rank, 0)
+    while left > 0:
+        # As many chunks lie before a place of the batch as have a rank not above it.
+        place = tl.arange(0, BATCH)
+        top, lowest = _best_of_chunks(
+            logits,
+            tl.sum((rank[None, :] <= place[:, None]).to(tl.int32), 1),
+            peak,
+            inv_temperature,
+            seed,
+            choice,
+            position,
+            cut,
+            tie,
+            vocab_size,
+            BATCH,
+            GUMBEL,
+            REST,
+            CHUNK,
+        )
         wins = (top > best) | ((top == best) & (lowest < token))
         token = tl.where(wins, lowest, token)
         best = tl.maximum(best, top)
-        bound = tl.where(i == chunk, float("-inf"), bound)
-        most = tl.max(bound, 0)
+        bound = tl.where(rank <= BATCH, float("-inf"), bound)
+        rank = tl.cumsum((bound >= best).to(tl.int32), 0)
+        left = tl.max(rank, 0)
     return token
 
 
@@ -153,6 +211,7 @@ def _draw_kernel(
     GUMBEL: tl.constexpr,
     REST: tl.constexpr,
     CHUNK: tl.constexpr,
+    BATCH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     place = tl.program_id(0)
@@ -201,6 +260,7 @@ def _draw_kernel(
                     GUMBEL,
                     REST,
                     CHUNK,
+                    BATCH,
                     BLOCK,
                 )
     tl.store(out + place, token.to(tl.int64))
@@ -249,6 +309,7 @@ def _draw(
         GUMBEL=STREAM_GUMBEL,
         REST=STREAM_GUMBEL_REST,
         CHUNK=CHUNK,
+        BATCH=_BATCH,
         BLOCK=triton.next_power_of_2(num_chunks),
     )
     return out

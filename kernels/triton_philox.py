@@ -69,6 +69,29 @@ def gumbel_noise(
 
 
 @triton.jit
+def chunk_noise(
+    seed,
+    choice,
+    position,
+    chunk,  # [N] int, chunks of target token ids
+    N: tl.constexpr,
+    GUMBEL: tl.constexpr,
+    REST: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """The noise of whole chunks, [N, CHUNK]: one Philox call for four tokens."""
+    w0, w1, _, _ = words(seed, chunk, position, choice, GUMBEL)
+    least = exponential(w0) * (1.0 / CHUNK)
+    place = (w1 >> 25).to(tl.int32)
+    block = chunk[:, None] * (CHUNK // 4) + tl.arange(0, CHUNK // 4)[None, :]
+    r0, r1, r2, r3 = words(seed, block, position, choice, REST)
+    word = tl.reshape(tl.join(tl.join(r0, r2), tl.join(r1, r3)), [N, CHUNK])
+    first = tl.arange(0, CHUNK)[None, :] == place[:, None]
+    rest = tl.where(first, 0.0, exponential(word))
+    return -tl.log(least[:, None] + rest)
+
+
+@triton.jit
 def _gumbel_kernel(
     out,
     seed,

@@ -211,7 +211,7 @@ def _residual_kernel(
     out = request.to(tl.int64)
     at = tl.load(stop + request)
     if at >= 0:
-        first, _ = span(cu_num_draft_tokens, request)
+        first = span(cu_num_draft_tokens, request)[0]
         law_row = first + request + tl.load(num_accepted + request)
         row = law_row
         if index is not None:
@@ -234,9 +234,7 @@ def _residual_kernel(
             vocab_size,
             draft_vocab_size,
         )
-        tl.store(
-            chunk_sum + out * num_chunks + chunk, tl.sum(weight, 1), mask=chunk < num_chunks
-        )
+        tl.store(chunk_sum + out * num_chunks + chunk, tl.sum(weight, 1), mask=chunk < num_chunks)
         parts = tl.num_programs(0)
         tl.store(part_law + out * parts + part, tl.sum(tl.sum(prob, 1), 0))
         bad = tl.sum(tl.sum((sound == 0).to(tl.int32), 1), 0)
@@ -285,7 +283,7 @@ def _final_kernel(
 ):
     request = tl.program_id(0)
     out = request.to(tl.int64)
-    first, _ = span(cu_num_draft_tokens, request)
+    first = span(cu_num_draft_tokens, request)[0]
     length = tl.load(num_accepted + request)
     law_row = first + request + length
     row = law_row
@@ -332,7 +330,7 @@ def _final_kernel(
         column = chunk * CHUNK + tl.arange(0, CHUNK)
         cut, tie = load_support(pivot, last_tie, row, vocab_size)
         law_at = tl.maximum(at, 0)
-        weight, _, _ = _weights(
+        weight = _weights(
             logits + row * stride,
             peak,
             total,
@@ -346,8 +344,8 @@ def _final_kernel(
             column,
             vocab_size,
             draft_size,
-        )
-        place, _ = first_above(weight, aim - before, CHUNK)
+        )[0]
+        place = first_above(weight, aim - before, CHUNK)[0]
         token = tl.minimum(chunk * CHUNK + place, vocab_size - 1).to(tl.int64)
     if at >= 0:
         tl.store(guards + LAW_CHANGED, changed)

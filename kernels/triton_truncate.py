@@ -27,8 +27,8 @@ from spectrue.kernels.triton_common import (
 )
 from spectrue.kernels.triton_launch import launch
 
-SLOTS = 128  # chunks that the first kernel can hold
-REACH = 96  # the chunk maximum, by rank, down to which it looks where top_k does not say
+SLOTS = 64  # chunks that the candidates may lie in
+REACH = 60  # the chunk maximum, by rank, down to which candidates go where top_k does not say
 _SHIFT = {torch.float32: 0, torch.bfloat16: 16, torch.float16: 13}
 
 
@@ -77,10 +77,82 @@ def _ties_within(mass_missing, weight):
 
 
 @triton.jit
-def _candidates_kernel(
-    pivot_out,  # [M]
-    last_tie_out,  # [M]
-    flag,  # [M] int32, 1 for the rows that the second kernel must do
+def _floor(low, peak, scale):
+    """(log2 of min_p, a logit just below what min_p cuts); candidates are judged exactly later."""
+    log_low = tl.where(low > 0, tl.log2(tl.maximum(low, 1e-37)), float("-inf"))
+    floor = tl.where(low > 0, peak + log_low / scale, float("-inf"))
+    return log_low, floor - tl.abs(floor) * 1e-6 - 1e-6 / scale
+
+
+@triton.jit
+def _select_kernel(
+    slots,  # [M, SLOTS] the chunks to look into, ascending; after them num_chunks
+    reach_out,  # [M] logits from here up are all in those chunks; inf for a row that is not cut
+    mass_out,  # [M] the row's weights, relative to its peak
+    flag,  # [M] int32, 1 where there are more such chunks than slots
+    pivot_out,  # [M] -inf: nothing is cut yet
+    last_tie_out,
+    temperature,
+    chunk_peak,
+    chunk_sum,
+    top_k,
+    top_p,
+    min_p,
+    vocab_size,
+    num_chunks,
+    SHIFT: tl.constexpr,
+    REACH: tl.constexpr,
+    SLOTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    k, p, low = _wanted(top_k, top_p, min_p, row, vocab_size)
+    i = tl.arange(0, BLOCK)
+    peaks_at = chunk_peak + row * num_chunks
+    peaks = tl.load(peaks_at + i, mask=i < num_chunks, other=float("-inf"))
+    peak = tl.max(peaks, 0)
+    reach = float("inf")
+    flagged = 0
+    cuts = (k < vocab_size) | (p < 1) | (low > 0)
+    if cuts & (tl.load(temperature + row) > 0) & (peak > float("-inf")) & (peak < float("inf")):
+        scale = exp2_scale(temperature, row)
+        sums = tl.load(chunk_sum + row * num_chunks + i, mask=i < num_chunks, other=0.0)
+        mass = tl.where(sums > 0, sums * tl.exp2((peaks - peak) * scale), 0.0)
+        tl.store(mass_out + row, tl.sum(mass, 0))
+        floor = _floor(low, peak, scale)[1]
+        if (k < vocab_size) | (p < 1):
+            keys = order_key(peaks, SHIFT)
+            rank_of_reach = tl.minimum(tl.minimum(k, REACH), num_chunks)
+            lowest = tl.min(tl.where(i < num_chunks, keys, 0x7FFFFFFF), 0)
+            key = _largest_with_count(keys, lowest, order_key(peak, SHIFT), rank_of_reach)
+            reach = from_order_key(key, SHIFT)
+            # top_p needs the weights of all that top_k leaves, also below min_p's floor.
+            if (k == vocab_size) | (p >= 1):
+                reach = tl.maximum(reach, floor)
+        else:
+            reach = floor
+        selected = peaks >= reach
+        rank = tl.cumsum(selected.to(tl.int32), 0)
+        found = tl.max(rank, 0)
+        slots += row * SLOTS
+        tl.store(slots + rank - 1, i, mask=selected & (rank <= SLOTS))
+        slot = tl.arange(0, SLOTS)
+        tl.store(slots + slot, num_chunks, mask=slot >= found)
+        flagged = (found > SLOTS).to(tl.int32)
+    tl.store(reach_out + row, reach)
+    tl.store(flag + row, flagged)
+    tl.store(pivot_out + row, float("-inf"))
+    tl.store(last_tie_out + row, vocab_size - 1)
+
+
+@triton.jit
+def _cut_kernel(
+    slots,
+    reach_in,
+    mass_in,
+    flag,  # set where the candidates do not suffice
+    pivot_out,
+    last_tie_out,
     logits,
     stride,
     temperature,
@@ -92,81 +164,43 @@ def _candidates_kernel(
     vocab_size,
     num_chunks,
     SHIFT: tl.constexpr,
-    REACH: tl.constexpr,
     SLOTS: tl.constexpr,
-    PART: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    k, p, low = _wanted(top_k, top_p, min_p, row, vocab_size)
-    temp = tl.load(temperature + row)
-    scale = exp2_scale(temperature, row)
-    i = tl.arange(0, BLOCK)
-    peaks_at = chunk_peak + row * num_chunks
-    peaks = tl.load(peaks_at + i, mask=i < num_chunks, other=float("-inf"))
-    peak = tl.max(peaks, 0)
-    pivot = float("-inf")
-    last_tie = vocab_size - 1
-    flagged = 0
-    cuts = (k < vocab_size) | (p < 1) | (low > 0)
-    if cuts & (temp > 0) & (peak > float("-inf")) & (peak < float("inf")):
-        sums = tl.load(chunk_sum + row * num_chunks + i, mask=i < num_chunks, other=0.0)
-        row_mass = tl.sum(tl.where(sums > 0, sums * tl.exp2((peaks - peak) * scale), 0.0), 0)
-        # What lies below `floor` is out by min_p, whatever the other cuts say.
-        log_low = tl.where(low > 0, tl.log2(tl.maximum(low, 1e-38)), float("-inf"))
-        floor = tl.where(low > 0, peak + log_low / scale, float("-inf"))
-        floor -= tl.abs(floor) * 1e-6 + 1e-6 / scale  # rounding: candidates are judged exactly
-        # Chunks worth reading.
-        high_key = order_key(peak, SHIFT)
-        reach = peak
-        if (k < vocab_size) | (p < 1):
-            keys = order_key(peaks, SHIFT)
-            rank = tl.minimum(tl.minimum(k, REACH), num_chunks)
-            lowest = tl.min(keys, 0)
-            reach = from_order_key(_largest_with_count(keys, lowest, high_key, rank), SHIFT)
-        else:
-            reach = floor
-        reach = tl.maximum(reach, floor)
-        selected = peaks >= reach
-        num_selected = tl.sum(selected.to(tl.int32), 0)
-        # The chunk of each slot: as many chunks lie before it as have a rank not above the slot's.
-        slot = tl.arange(0, SLOTS)
-        slot_chunk = tl.zeros([SLOTS], tl.int32)
-        seen = 0
-        for start in range(0, BLOCK, PART):
-            j = start + tl.arange(0, PART)
-            part = tl.load(peaks_at + j, mask=j < num_chunks, other=float("-inf")) >= reach
-            rank_here = seen + tl.cumsum(part.to(tl.int32), 0)
-            slot_chunk += tl.sum((rank_here[None, :] <= slot[:, None]).to(tl.int32), 1)
-            seen += tl.sum(part.to(tl.int32), 0)
-        used = slot < num_selected
+    reach = tl.load(reach_in + row)
+    if (reach < float("inf")) & (tl.load(flag + row) == 0):
+        k, p, low = _wanted(top_k, top_p, min_p, row, vocab_size)
+        scale = exp2_scale(temperature, row)
+        # A slot too many holds a chunk too far, and its columns lie beyond the vocabulary.
+        slot_chunk = tl.load(slots + row * SLOTS + tl.arange(0, SLOTS))
         column = slot_chunk[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
-        x = load_logits(logits + row * stride + column, used[:, None] & (column < vocab_size))
+        x = load_logits(logits + row * stride + column, column < vocab_size)
         x = tl.where(x >= reach, x, float("-inf"))
         flat = tl.reshape(x, [SLOTS * CHUNK])
         ids = tl.reshape(column, [SLOTS * CHUNK])
-        here = flat > float("-inf")
+        peak = tl.max(flat, 0)
         keys = order_key(flat, SHIFT)
-        low_key = tl.min(tl.where(here, keys, high_key), 0)
-        count = tl.sum(here.to(tl.int32), 0)
-        weight = tl.where(here, tl.exp2((flat - peak) * scale), 0.0)
+        high_key = order_key(peak, SHIFT)
+        low_key = order_key(tl.min(tl.where(flat > float("-inf"), flat, peak), 0), SHIFT)
+        count = tl.sum((flat > float("-inf")).to(tl.int32), 0)
+        weight = tl.exp2((flat - peak) * scale)
         # top_k: its pivot, and how many of the ties there stay.
         enough = count >= k
-        kept = count
+        kept = tl.minimum(count, k)
         if enough:
             low_key = _largest_with_count(keys, low_key, high_key, k)
-            kept = k
         pivot = from_order_key(low_key, SHIFT)
         ties = kept - tl.sum((flat > pivot).to(tl.int32), 0)
-        is_tie = here & (flat == pivot)
-        rank_of_tie = tl.cumsum(is_tie.to(tl.int32), 0)
-        weight = tl.where((flat > pivot) | (is_tie & (rank_of_tie <= ties)), weight, 0.0)
         # top_p, of what top_k left.
         reached = False
         if p < 1:
+            rank_of_tie = tl.cumsum((flat == pivot).to(tl.int32), 0)
+            over = (flat == pivot) & (rank_of_tie > ties)
+            weight = tl.where((flat < pivot) | over, 0.0, weight)
             left = tl.sum(weight, 0)
-            aim = p * tl.where(enough, left, row_mass)
+            aim = p * tl.where(enough, left, tl.load(mass_in + row))
             reached = left >= aim
             if reached:
                 key = _largest_with_mass(keys, weight, low_key, high_key, aim)
@@ -176,49 +210,91 @@ def _candidates_kernel(
                 ties = tl.where(at_key > pivot, few, tl.minimum(few, ties))
                 pivot = at_key
         # Is the answer among the candidates? Without top_k's pivot top_p has no whole to refer to,
-        # unless there is no top_k. And where all from the floor up are here, no cut looks below.
+        # unless there is no top_k. And where all from min_p's floor up are here, no cut looks below.
+        log_low, floor = _floor(low, peak, scale)
         by_floor = reach <= floor
         ok = enough | ((p >= 1) & by_floor) | ((p < 1) & (k == vocab_size) & (reached | by_floor))
-        ok = ok & (num_selected <= SLOTS)
         if ok:
-            # min_p: the pivot may move up, to the smallest logit that is not below the floor.
+            # min_p: the pivot may move up, to the smallest logit that it keeps.
             if low > 0:
-                stays = here & ((flat - peak) * scale >= log_low)
-                smallest = tl.min(tl.where(stays, flat, float("inf")), 0)
+                stays = (flat - peak) * scale >= log_low
+                smallest = tl.min(tl.where(stays, flat, peak), 0)
                 ties = tl.where(smallest > pivot, SLOTS * CHUNK, ties)
                 pivot = tl.maximum(pivot, smallest)
-            is_tie = here & (flat == pivot)
-            rank_of_tie = tl.cumsum(is_tie.to(tl.int32), 0)
-            last_tie = tl.max(tl.where(is_tie & (rank_of_tie <= ties), ids, 0), 0)
+            rank_of_tie = tl.cumsum((flat == pivot).to(tl.int32), 0)
+            stays = (flat == pivot) & (rank_of_tie <= ties)
+            last_tie = tl.max(tl.where(stays, ids, 0), 0)
+            tl.store(pivot_out + row, pivot)
+            tl.store(last_tie_out + row, last_tie)
             # The cut law's chunk sums: those of the slots, and nothing elsewhere.
-            tl.store(
-                chunk_sum + row * num_chunks + i, 0.0, mask=(i < num_chunks) & (peaks < reach)
-            )
+            sums_at = chunk_sum + row * num_chunks
+            i = tl.arange(0, BLOCK)
+            peaks = tl.load(chunk_peak + row * num_chunks + i, mask=i < num_chunks, other=peak)
+            tl.store(sums_at + i, 0.0, mask=peaks < reach)
             of_slot = tl.max(x, 1)
-            inside = in_support(x, column, pivot, last_tie)
-            weights = tl.where(inside, tl.exp2((x - of_slot[:, None]) * scale), 0.0)
-            tl.store(
-                chunk_sum + row * num_chunks + slot_chunk, tl.sum(weights, 1), mask=used
-            )
+            weights = tl.exp2((x - of_slot[:, None]) * scale)
+            weights = tl.where(in_support(x, column, pivot, last_tie), weights, 0.0)
+            tl.store(sums_at + slot_chunk, tl.sum(weights, 1), mask=slot_chunk < num_chunks)
         else:
-            flagged = 1
-    tl.store(pivot_out + row, pivot)
-    tl.store(last_tie_out + row, last_tie)
-    tl.store(flag + row, flagged)
+            tl.store(flag + row, 1)
 
 
 @triton.jit
-def _above(logits, peak, scale, key, vocab_size, SHIFT: tl.constexpr, BLOCK: tl.constexpr):
-    """(number, weight) of a row's tokens from `key` up: one pass over the row."""
-    counts = tl.zeros([BLOCK], tl.int32)
-    masses = tl.zeros([BLOCK], tl.float32)
+def _from_up(
+    logits,
+    peak,
+    scale,
+    key,  # three keys from here, `step` apart
+    step,
+    vocab_size,
+    WEIGHTS: tl.constexpr,
+    SHIFT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Of the tokens from each of three keys up, the number or the weight: one pass over the row."""
+    one = tl.zeros([BLOCK], tl.float32)
+    two = tl.zeros([BLOCK], tl.float32)
+    three = tl.zeros([BLOCK], tl.float32)
     for start in range(0, vocab_size, BLOCK):
         column = start + tl.arange(0, BLOCK)
-        x = load_logits(logits + column, column < vocab_size)
-        stays = (order_key(x, SHIFT) >= key) & (column < vocab_size)
-        counts += stays.to(tl.int32)
-        masses += tl.where(stays, tl.exp2((x - peak) * scale), 0.0)
-    return tl.sum(counts, 0), tl.sum(masses, 0)
+        mask = column < vocab_size
+        x = load_logits(logits + column, mask)
+        keys = order_key(x, SHIFT)
+        value = tl.where(mask, 1.0, 0.0)
+        if WEIGHTS:
+            value = tl.where(mask, tl.exp2((x - peak) * scale), 0.0)
+        one += tl.where(keys >= key, value, 0.0)
+        two += tl.where(keys >= key + step, value, 0.0)
+        three += tl.where(keys >= key + 2 * step, value, 0.0)
+    return tl.sum(one, 0), tl.sum(two, 0), tl.sum(three, 0)
+
+
+@triton.jit
+def _search(
+    logits,
+    peak,
+    scale,
+    low,
+    high,
+    enough,
+    vocab_size,
+    WEIGHTS: tl.constexpr,
+    SHIFT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The largest key in [low, high] from which up there is `enough`; low must do."""
+    while low < high:
+        # Four parts; the last takes the rest. Halving twice keeps the difference unsigned.
+        step = tl.maximum((middle(low, high) - low) // 2, 1)
+        one, two, three = _from_up(
+            logits, peak, scale, low + step, step, vocab_size, WEIGHTS, SHIFT, BLOCK
+        )
+        part = (one >= enough).to(tl.int32)
+        part += (two >= enough).to(tl.int32) + (three >= enough).to(tl.int32)
+        top = tl.where(part == 3, high, tl.minimum(low + (part + 1) * step - 1, high))
+        low = tl.minimum(low + part * step, high)
+        high = tl.maximum(top, low)
+    return low
 
 
 @triton.jit
@@ -243,53 +319,44 @@ def _whole_row_kernel(
 ):
     row = tl.program_id(0).to(tl.int64)
     if tl.load(flag + row) != 0:
+        TILE: tl.constexpr = CHUNKS * CHUNK
         k, p, low = _wanted(top_k, top_p, min_p, row, vocab_size)
         scale = exp2_scale(temperature, row)
         logits += row * stride
         i = tl.arange(0, BLOCK)
-        peaks = tl.load(
-            chunk_peak + row * num_chunks + i, mask=i < num_chunks, other=float("-inf")
-        )
+        peaks = tl.load(chunk_peak + row * num_chunks + i, mask=i < num_chunks, other=float("-inf"))
         peak = tl.max(peaks, 0)
         high_key = order_key(peak, SHIFT)
         low_key = order_key(float("-inf"), SHIFT)
-        TILE: tl.constexpr = CHUNKS * CHUNK
-        # top_k
-        number, mass = _above(logits, peak, scale, low_key, vocab_size, SHIFT, TILE)
+        pivot = float("-inf")
         ties = vocab_size
         if k < vocab_size:
-            bottom = low_key
-            top = high_key
-            while bottom < top:
-                mid = middle(bottom, top)
-                found, _ = _above(logits, peak, scale, mid, vocab_size, SHIFT, TILE)
-                bottom = tl.where(found >= k, mid, bottom)
-                top = tl.where(found >= k, top, mid - 1)
-            low_key = bottom
-            number, mass = _above(logits, peak, scale, low_key + 1, vocab_size, SHIFT, TILE)
-            ties = k - number
-            tie_weight = tl.exp2((from_order_key(low_key, SHIFT) - peak) * scale)
-            mass += ties.to(tl.float32) * tie_weight
-        pivot = from_order_key(low_key, SHIFT)
-        # top_p
+            low_key = _search(
+                logits, peak, scale, low_key, high_key, k, vocab_size, False, SHIFT, TILE
+            )
+            pivot = from_order_key(low_key, SHIFT)
+            above = _from_up(logits, peak, scale, low_key + 1, 0, vocab_size, False, SHIFT, TILE)[0]
+            ties = k - above.to(tl.int32)
         if p < 1:
-            aim = p * mass
-            bottom = low_key
-            top = high_key
-            while bottom < top:
-                mid = middle(bottom, top)
-                _, found = _above(logits, peak, scale, mid, vocab_size, SHIFT, TILE)
-                bottom = tl.where(found >= aim, mid, bottom)
-                top = tl.where(found >= aim, top, mid - 1)
-            _, found = _above(logits, peak, scale, bottom + 1, vocab_size, SHIFT, TILE)
-            at_key = from_order_key(bottom, SHIFT)
+            from_pivot, over_pivot, _ = _from_up(
+                logits, peak, scale, low_key, 1, vocab_size, True, SHIFT, TILE
+            )
+            if k < vocab_size:
+                tie_weight = tl.exp2((pivot - peak) * scale)
+                from_pivot = over_pivot + ties.to(tl.float32) * tie_weight
+            aim = p * from_pivot
+            key = _search(
+                logits, peak, scale, low_key, high_key, aim, vocab_size, True, SHIFT, TILE
+            )
+            over = _from_up(logits, peak, scale, key + 1, 0, vocab_size, True, SHIFT, TILE)[0]
+            at_key = from_order_key(key, SHIFT)
             if at_key > float("-inf"):
-                few = _ties_within(aim - found, tl.exp2((at_key - peak) * scale))
+                few = _ties_within(aim - over, tl.exp2((at_key - peak) * scale))
                 ties = tl.where(at_key > pivot, few, tl.minimum(few, ties))
             pivot = at_key
-        # min_p, then the id of the last tie and the sums of the cut law.
-        log_low = tl.where(low > 0, tl.log2(tl.maximum(low, 1e-38)), float("-inf"))
+        # min_p; then the id of the last tie, and the sums of the cut law.
         if low > 0:
+            log_low = _floor(low, peak, scale)[0]
             smallest = peak
             for start in range(0, vocab_size, TILE):
                 column = start + tl.arange(0, TILE)
@@ -302,19 +369,21 @@ def _whole_row_kernel(
         last_tie = 0
         for start in range(0, num_chunks, CHUNKS):
             chunk = start + tl.arange(0, CHUNKS)
-            column = chunk[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
-            x = load_logits(logits + column, column < vocab_size)
-            flat = tl.reshape(x, [TILE])
-            is_tie = (flat == pivot) & (tl.reshape(column, [TILE]) < vocab_size)
-            rank = seen + tl.cumsum(is_tie.to(tl.int32), 0)
-            stays = (flat > pivot) | (is_tie & (rank <= ties))
-            ids = tl.reshape(column, [TILE])
-            last_tie = tl.maximum(last_tie, tl.max(tl.where(is_tie & stays, ids, 0), 0))
-            seen += tl.sum(is_tie.to(tl.int32), 0)
-            of_chunk = tl.max(x, 1)
+            columns = chunk[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
+            xs = load_logits(logits + columns, columns < vocab_size)
+            flat = tl.reshape(xs, [TILE])
+            ids = tl.reshape(columns, [TILE])
+            is_tie = ((flat == pivot) & (ids < vocab_size)).to(tl.int32)
+            rank = seen + tl.cumsum(is_tie, 0)
+            last_tie = tl.maximum(
+                last_tie, tl.max(tl.where((is_tie > 0) & (rank <= ties), ids, 0), 0)
+            )
+            keep = (flat > pivot) | ((is_tie > 0) & (rank <= ties))
+            seen += tl.sum(is_tie, 0)
+            of_chunk = tl.max(xs, 1)
             shift = tl.where(of_chunk > float("-inf"), of_chunk, 0.0)
-            weight = tl.exp2((x - shift[:, None]) * scale)
-            weight = tl.where(tl.reshape(stays, [CHUNKS, CHUNK]), weight, 0.0)
+            weight = tl.exp2((xs - shift[:, None]) * scale)
+            weight = tl.where(tl.reshape(keep, [CHUNKS, CHUNK]), weight, 0.0)
             tl.store(
                 chunk_sum + row * num_chunks + chunk, tl.sum(weight, 1), mask=chunk < num_chunks
             )
@@ -337,41 +406,40 @@ def truncate(
     last_tie = torch.empty(num_rows, dtype=torch.int32, device=logits.device)
     flag = torch.empty_like(last_tie)
     block = triton.next_power_of_2(num_chunks)
-    args = (
-        pivot,
-        last_tie,
-        flag,
-        logits,
-        logits.stride(0),
-        law.temperature,
-        law.chunk_peak,
-        law.chunk_sum,
-        None if top_k is None else top_k.contiguous(),
-        None if top_p is None else top_p.contiguous(),
-        None if min_p is None else min_p.contiguous(),
-        law.vocab_size,
-        num_chunks,
+    slots_wide = min(SLOTS, block)
+    slots = torch.empty(num_rows, slots_wide, dtype=torch.int32, device=logits.device)
+    reach, mass = torch.empty_like(pivot), torch.empty_like(pivot)
+    cuts = tuple(None if cut is None else cut.contiguous() for cut in (top_k, top_p, min_p))
+    shift = _SHIFT[logits.dtype]
+    chunks = law.chunk_peak, law.chunk_sum, *cuts, law.vocab_size, num_chunks
+    rows = logits, logits.stride(0), law.temperature, *chunks
+    launch(
+        _select_kernel,
+        (num_rows,),
+        *(slots, reach, mass, flag, pivot, last_tie, law.temperature, *chunks),
+        SHIFT=shift,
+        REACH=REACH,
+        SLOTS=slots_wide,
+        BLOCK=block,
     )
     launch(
-        _candidates_kernel,
+        _cut_kernel,
         (num_rows,),
-        *args,
-        SHIFT=_SHIFT[logits.dtype],
-        REACH=REACH,
-        SLOTS=min(SLOTS, block),
-        PART=min(128, block),
+        *(slots, reach, mass, flag, pivot, last_tie, *rows),
+        SHIFT=shift,
+        SLOTS=slots_wide,
         CHUNK=CHUNK,
         BLOCK=block,
-        num_warps=16,
+        num_warps=8,
     )
     launch(
         _whole_row_kernel,
         (num_rows,),
-        *args,
-        SHIFT=_SHIFT[logits.dtype],
-        CHUNKS=min(32, block),
+        *(pivot, last_tie, flag, *rows),
+        SHIFT=shift,
+        CHUNKS=min(64, block),
         CHUNK=CHUNK,
         BLOCK=block,
-        num_warps=8,
+        num_warps=16,
     )
     return replace(law, pivot=pivot, last_tie=last_tie)

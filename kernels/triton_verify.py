@@ -72,9 +72,7 @@ def _walk_kernel(
         valid = tl.load(row_valid + first_row + last).to(tl.int1)
         # A child has a later row than its parent, so that no list of parents makes a walk endless.
         child = tl.min(
-            tl.where(
-                mine & (parent == last) & (i >= last) & (token == wanted) & valid, i, BLOCK
-            ),
+            tl.where(mine & (parent == last) & (i >= last) & (token == wanted) & valid, i, BLOCK),
             0,
         )
     ends_with = tl.where(valid, wanted, PLACEHOLDER)

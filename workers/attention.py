@@ -1,14 +1,30 @@
-"""Attention over the paged KV, for prefill chunks, decode and verify rows in one ragged batch."""
+"""Attention over the paged KV, for prefill chunks, decode and verify rows in one ragged batch.
+
+On CPU torch's SDPA over requests of like length, on GPUs the paged kernel, and where it is asked
+for vLLM's flash-attention.
+"""
 
 from __future__ import annotations
 
+import functools
+import importlib
+import logging
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, Literal, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from spectrue.kernels import dispatch
+from spectrue.workers.errors import ConfigError
 from spectrue.workers.forward_batch import ForwardBatch
+
+AttentionBackend = Literal["auto", "sdpa", "triton", "flash"]
+FLASH_MODULES = ("vllm_flash_attn", "vllm.vllm_flash_attn")  # the second is in vLLM's own wheel
+
+logger = logging.getLogger(__name__)
 
 MAX_GROUPED_QUERIES = 16  # longer query lengths are prefill: one call per request
 GROUP_SLACK = 1.25  # requests share a call while the longest KV is at most this times the shortest
@@ -29,16 +45,76 @@ class _Group:
     rows: Tensor | None  # [size * query_len] int64, None when the group is the whole batch in order
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PagedBatch:
+    """The arguments of `dispatch.paged_attention` that all layers share.
+
+    A captured graph keeps its tensors and copies into them; its lengths are upper bounds.
+    """
+
+    block_tables: Tensor  # [batch, max_blocks] int32
+    block_size: int
+    cu_query_lens: Tensor  # [batch + 1] int32
+    seq_lens: Tensor  # [batch] int32
+    max_query_len: int
+    max_seq_len: int
+    tree_mask: Tensor | None = None  # [num_tokens, words] int32
+    flash: bool = False
+
+    @staticmethod
+    def build(
+        batch: ForwardBatch, block_size: int, *, tree_mask: Tensor | None, flash: bool
+    ) -> PagedBatch:
+        device = batch.input_ids.device
+        starts = [0]
+        for query_len in batch.query_lens:
+            starts.append(starts[-1] + query_len)
+        size = len(starts)
+        aligned = -(-size // 4) * 4  # kernels are built for pointers to 16 bytes
+        packed = torch.tensor(
+            [*starts, *[0] * (aligned - size), *batch.seq_lens],
+            dtype=torch.int32,
+            pin_memory=device.type != "cpu",
+        ).to(device, non_blocking=True)
+        return PagedBatch(
+            block_tables=batch.block_tables,
+            block_size=block_size,
+            cu_query_lens=packed[:size],
+            seq_lens=packed[aligned:],
+            max_query_len=max(batch.query_lens),
+            max_seq_len=max(batch.seq_lens),
+            tree_mask=tree_mask,
+            flash=flash,
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class AttentionMetadata:
     """What does not depend on the layer: built once per forward."""
 
-    groups: tuple[_Group, ...]
+    groups: tuple[_Group, ...] = ()
+    paged: PagedBatch | None = None  # if set, groups are not looked at
 
     @staticmethod
     def build(
-        batch: ForwardBatch, block_size: int, queries_per_kv: int, dtype: torch.dtype
+        batch: ForwardBatch,
+        block_size: int,
+        queries_per_kv: int,
+        dtype: torch.dtype,
+        *,
+        attention_backend: AttentionBackend = "auto",
+        tree_mask: Tensor | None = None,  # as in dispatch.paged_attention
     ) -> AttentionMetadata:
+        """Raises ConfigError for a backend that does not exist or cannot work here."""
+        platform = dispatch.platform_of(batch.input_ids.device)
+        backend = resolve_backend(attention_backend, platform)
+        if tree_mask is not None and backend != "triton":
+            _log_tree(backend)
+        if tree_mask is not None or backend != "sdpa":
+            flash = backend == "flash" and tree_mask is None
+            return AttentionMetadata(
+                paged=PagedBatch.build(batch, block_size, tree_mask=tree_mask, flash=flash)
+            )
         members = _group(batch.query_lens, batch.seq_lens)
         starts = torch.tensor((0, *batch.query_lens)).cumsum(0)
         whole = len(members) == 1
@@ -47,6 +123,46 @@ class AttentionMetadata:
                 _make(batch, m, starts, whole, block_size, queries_per_kv, dtype) for m in members
             )
         )
+
+
+def resolve_backend(
+    requested: str, platform: dispatch.Platform
+) -> Literal["sdpa", "triton", "flash"]:
+    """The backend of all forwards. Raises ConfigError with the reason where it cannot work.
+
+    `auto` is SDPA on CPU and Triton on GPUs. Flash-attention is not chosen by itself: no
+    measurement says yet where it wins.
+    """
+    if requested not in get_args(AttentionBackend):
+        names = ", ".join(get_args(AttentionBackend))
+        raise ConfigError(f"attention_backend must be one of {names}, got {requested!r}")
+    if requested in ("auto", "sdpa") and platform == "cpu":
+        return "sdpa"
+    if requested in ("auto", "triton") and platform != "cpu":
+        return "triton"
+    if requested == "flash" and platform == "cuda":
+        flash_attention()
+        return "flash"
+    where = {"sdpa": "CPU", "triton": "GPUs", "flash": "NVIDIA GPUs"}[requested]
+    raise ConfigError(f"attention_backend = {requested} works on {where}, not on {platform}")
+
+
+@functools.cache
+def flash_attention() -> Callable[..., Any]:
+    """vLLM's `flash_attn_varlen_func`. Raises ConfigError with what each import said."""
+    reasons = []
+    for name in FLASH_MODULES:
+        try:
+            found: Callable[..., Any] = importlib.import_module(name).flash_attn_varlen_func
+            return found
+        except (ImportError, AttributeError, OSError) as error:  # OSError: built for other CUDA
+            reasons.append(f"{name}: {error}")
+    raise ConfigError("attention_backend = flash cannot be imported; " + "; ".join(reasons))
+
+
+@functools.cache
+def _log_tree(backend: str) -> None:
+    logger.info("attention_backend = %s has no tree masks: trees go by the paged kernel", backend)
 
 
 def _group(query_lens: tuple[int, ...], seq_lens: tuple[int, ...]) -> list[list[int]]:
@@ -111,6 +227,8 @@ def paged_attention(
     metadata: AttentionMetadata,
 ) -> Tensor:
     """Causal softmax attention by position, [num_tokens, num_heads * head_dim]."""
+    if metadata.paged is not None:
+        return _attend_paged(query, kv, metadata.paged)
     groups = metadata.groups
     if len(groups) == 1 and groups[0].rows is None:
         return _attend(query, kv, groups[0])
@@ -119,6 +237,35 @@ def paged_attention(
         assert group.rows is not None
         out.index_copy_(0, group.rows, _attend(query.index_select(0, group.rows), kv, group))
     return out
+
+
+def _attend_paged(query: Tensor, kv: Tensor, batch: PagedBatch) -> Tensor:
+    if batch.flash:
+        key, value = kv.unflatten(0, (-1, batch.block_size)).unbind(2)
+        out: Tensor = flash_attention()(
+            q=query,
+            k=key,  # [num_blocks, block_size, num_kv_heads, head_dim], strided
+            v=value,
+            max_seqlen_q=batch.max_query_len,
+            cu_seqlens_q=batch.cu_query_lens,
+            max_seqlen_k=batch.max_seq_len,
+            seqused_k=batch.seq_lens,
+            softmax_scale=query.shape[2] ** -0.5,
+            causal=True,
+            block_table=batch.block_tables,
+        )
+        return out.flatten(1)
+    return dispatch.paged_attention(
+        query,
+        kv,
+        block_tables=batch.block_tables,
+        block_size=batch.block_size,
+        cu_query_lens=batch.cu_query_lens,
+        seq_lens=batch.seq_lens,
+        max_query_len=batch.max_query_len,
+        max_seq_len=batch.max_seq_len,
+        tree_mask=batch.tree_mask,
+    )
 
 
 def _attend(query: Tensor, kv: Tensor, group: _Group) -> Tensor:

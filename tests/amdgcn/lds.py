@@ -1,0 +1,70 @@
+"""The workgroup's shared memory: bounds, gather, scatter, race log."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from .faults import Fault
+from .parser import Instruction
+from .races import ATOMIC, READ, WRITE, Access, RaceLog
+from .wave import POISON, Array, Wave
+
+
+class Lds:
+    """One workgroup's LDS. It starts poisoned: reading what was never written shows."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.words = np.full((size + 7) // 4, POISON, np.uint32)
+        self.data = self.words.view(np.uint8)
+        self.log = RaceLog("LDS")
+        self.track = True
+
+    def reset(self) -> None:
+        self.words.fill(POISON)
+
+    def _check(
+        self, ins: Instruction, w: Wave, lanes: Array, addresses: Array, size: int, what: str
+    ) -> None:
+        outside = (addresses < 0) | (addresses > self.size - size)
+        if outside.any():
+            k = int(np.nonzero(outside)[0][0])
+            raise Fault(
+                f"LDS {what} of {size} bytes out of bounds at {int(addresses[k])} "
+                f"(of {self.size}): wave {w.index}, lane {int(lanes[k])}, {ins}"
+            )
+
+    def load(self, ins: Instruction, w: Wave, lanes: Array, addresses: Array, size: int) -> Array:
+        """Bytes, one row a lane, as uint32 (as uint8 below four bytes)."""
+        self._check(ins, w, lanes, addresses, size, "read")
+        if self.track:
+            self.log.note(Access(ins, w.index, READ, addresses, size))
+        count = size // 4
+        if count and not (addresses & 3).any():
+            if count == 1:
+                return self.words[addresses >> 2][:, None]
+            return self.words[(addresses >> 2)[:, None] + np.arange(count)]
+        rows = self.data[addresses[:, None] + np.arange(size)]
+        return rows.view(np.uint32) if count else rows
+
+    def store(
+        self, ins: Instruction, w: Wave, lanes: Array, addresses: Array, data: Array
+    ) -> None:
+        size = data.shape[1]
+        self._check(ins, w, lanes, addresses, size, "write")
+        if self.track:
+            self.log.note(Access(ins, w.index, WRITE, addresses, size, data))
+        places = addresses[:, None] + np.arange(size)
+        self.data[places] = data
+        if (self.data[places] != data).any():
+            raise Fault(f"lanes of wave {w.index} write different values to one LDS place: {ins}")
+
+    def cells(
+        self, ins: Instruction, w: Wave, lanes: Array, addresses: Array, size: int
+    ) -> None:
+        """For atomics: check and note."""
+        self._check(ins, w, lanes, addresses, size, "atomic")
+        if (addresses % size).any():
+            raise Fault(f"misaligned LDS atomic: wave {w.index}, {ins}")
+        if self.track:
+            self.log.note(Access(ins, w.index, ATOMIC, addresses, size))
