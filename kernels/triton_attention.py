@@ -28,8 +28,10 @@ LONG_SPLIT = 4096  # tokens: a sequence of more than this a split is cut further
 # table, then the KV); AMD keeps the next tile in registers. float32, where there is no matrix unit
 # for it, is for tests.
 TILES = {
-    ("nvidia", False): (128, 64, 3, 8),
-    ("nvidia", True): (16, 16, 1, 8),
+    ("sm_90", False): (128, 64, 3, 8),
+    ("sm_90", True): (16, 16, 1, 8),
+    ("sm_80", False): (64, 32, 3, 4),
+    ("sm_80", True): (16, 16, 1, 8),
     ("wave64", False): (64, 32, 2, 4),
     ("wave64", True): (32, 16, 2, 4),
     ("wave32", False): (64, 16, 1, 8),
@@ -66,7 +68,7 @@ def _plan(
     block_m, block_n, num_stages, num_warps = TILES[kind, itemsize == 4]
     block_m = min(max(triton.next_power_of_2(max_query_len * fold), 16), block_m)
     block_m = max(block_m, triton.next_power_of_2(fold))
-    if kind == "nvidia" and block_m < 64 and itemsize < 4:
+    if kind.startswith("sm_") and block_m < 64 and itemsize < 4:
         num_stages = 5
     if block_m < 64 and itemsize < 4:
         num_warps = 4
@@ -89,7 +91,8 @@ def _gpu(device: torch.device) -> tuple[int, str]:
         return 64, "wave64"  # AMD's code, interpreted or executed on the CPU: tests
     properties = torch.cuda.get_device_properties(device)
     if torch.version.hip is None:
-        return properties.multi_processor_count, "nvidia"
+        kind = "sm_90" if properties.major >= 9 else "sm_80"
+        return properties.multi_processor_count, kind
     return properties.multi_processor_count, f"wave{properties.warp_size}"
 
 
@@ -277,11 +280,12 @@ def _attend(
     low = 0
     if WINDOW:
         low = tl.maximum(context + first - window + 1, 0) // BLOCK_N * BLOCK_N
-        full = 0
     length = tl.cdiv(tl.cdiv(tl.maximum(high - low, 0), SPLITS), MIN_SPLIT) * MIN_SPLIT
     begin = low + split * length
     end = tl.minimum(begin + length, high)
-    middle = begin + tl.maximum(tl.minimum(end, full) - begin, 0) // BLOCK_N * BLOCK_N
+    middle = begin
+    if not WINDOW:
+        middle += tl.maximum(tl.minimum(end, full) - begin, 0) // BLOCK_N * BLOCK_N
 
     peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
@@ -289,7 +293,8 @@ def _attend(
     key_ptr = kv_ptr + kv_head * HEAD_DIM
     table = table_ptr + request * table_stride.to(tl.int64)
     tree = tree_ptr + token * tree_words if TREE else token
-    for masked in tl.static_range(2):
+    # First the tiles that every row sees whole, then the others; under a window there are none.
+    for masked in tl.static_range(1 if WINDOW else 0, 2):
         acc, peak, total = _attend_range(
             acc,
             peak,
@@ -401,9 +406,10 @@ def _attend_range(
                 visible = ((bits[:, None] >> column.to(tl.uint64)) & 1) != 0
             else:
                 distance = (context + own)[:, None] - position[None, :]
-                visible = distance >= 0
-                if WINDOW:
-                    visible = visible & (distance < window)
+                if WINDOW:  # as unsigned numbers, what lies ahead is far away
+                    visible = distance.to(tl.uint32, bitcast=True) < window.to(tl.uint32)
+                else:
+                    visible = distance >= 0
             scores = tl.where(visible, scores, float("-inf"))
         new_peak = tl.maximum(peak, tl.max(scores, 1))
         shift = tl.where(new_peak == float("-inf"), 0.0, new_peak)

@@ -54,6 +54,19 @@ def from_order_key(key, SHIFT: tl.constexpr):
 
 
 @triton.jit
+def pack(x, index):
+    """An int64 that orders by x, then by the lowest index: one reduction finds both."""
+    return (order_key(x, 0).to(tl.int64) << 32) | (0x7FFFFFFF - index).to(tl.int64)
+
+
+@triton.jit
+def unpack(packed):
+    """(x, index) of a `pack`."""
+    x = from_order_key((packed >> 32).to(tl.int32), 0)
+    return x, 0x7FFFFFFF - (packed & 0xFFFFFFFF).to(tl.int32)
+
+
+@triton.jit
 def middle(low, high):
     """Between two int32, rounded up, without the overflow of their sum."""
     return low + ((high - low).to(tl.uint32, bitcast=True) + 1 >> 1).to(tl.int32, bitcast=True)

@@ -19,6 +19,8 @@ from spectrue.kernels.triton_common import (
     in_support,
     load_logits,
     load_support,
+    pack,
+    unpack,
     words,
 )
 from spectrue.kernels.triton_launch import launch
@@ -26,7 +28,7 @@ from spectrue.kernels.triton_philox import chunk_noise, gumbel_noise
 from spectrue.kernels.triton_rows import check_logits, with_chunks
 
 _DRAW_BY_ROW = 3
-_BATCH = 16  # chunks scored at once by a Gumbel draw
+_BATCH = 32  # chunks scored at once by a Gumbel draw
 _SLACK = tl.constexpr(1e-3)  # of the noise's upper bound, covers the rounding of logit + noise
 
 
@@ -100,15 +102,13 @@ def _best_of_chunks(
     REST: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """(score, token) of the best token of some chunks."""
+    """The best token of some chunks, a `pack` of score and token."""
     column = chunk[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
     x = load_logits(logits + column, column < vocab_size)
     score = (x - peak) * inv_temperature
     score += chunk_noise(seed, choice, position, chunk, N, GUMBEL, REST, CHUNK)
     score = tl.where(in_support(x, column, cut, tie), score, float("-inf"))
-    best = tl.max(tl.max(score, 1), 0)
-    token = tl.where(score == best, column, vocab_size - 1)
-    return best, tl.min(tl.min(token, 1), 0)
+    return tl.max(tl.max(pack(score, column), 1), 0)
 
 
 @triton.jit
@@ -136,8 +136,8 @@ def _gumbel(
     inv_temperature = scale * 0.6931471805599453
     possible = (peaks >= cut) & (peaks > float("-inf"))
     bound = tl.where(possible, (peaks - peak) * inv_temperature + noise + _SLACK, float("-inf"))
-    first = tl.min(tl.where(bound == tl.max(bound, 0), i, BLOCK - 1), 0)
-    best, token = _best_of_chunks(
+    first = unpack(tl.max(pack(bound, i), 0))[1]
+    best = _best_of_chunks(
         logits,
         tl.zeros([1], tl.int32) + first,
         peak,
@@ -154,12 +154,13 @@ def _gumbel(
         CHUNK,
     )
     bound = tl.where(i == first, float("-inf"), bound)
-    rank = tl.cumsum((bound >= best).to(tl.int32), 0)
-    left = tl.max(rank, 0)
+    to_beat = unpack(best)[0]
+    left = tl.sum((bound >= to_beat).to(tl.int32), 0)
     while left > 0:
         # As many chunks lie before a place of the batch as have a rank not above it.
+        rank = tl.cumsum((bound >= to_beat).to(tl.int32), 0)
         place = tl.arange(0, BATCH)
-        top, lowest = _best_of_chunks(
+        found = _best_of_chunks(
             logits,
             tl.sum((rank[None, :] <= place[:, None]).to(tl.int32), 1),
             peak,
@@ -175,13 +176,11 @@ def _gumbel(
             REST,
             CHUNK,
         )
-        wins = (top > best) | ((top == best) & (lowest < token))
-        token = tl.where(wins, lowest, token)
-        best = tl.maximum(best, top)
+        best = tl.maximum(best, found)
+        to_beat = unpack(best)[0]
         bound = tl.where(rank <= BATCH, float("-inf"), bound)
-        rank = tl.cumsum((bound >= best).to(tl.int32), 0)
-        left = tl.max(rank, 0)
-    return token
+        left = tl.sum((bound >= to_beat).to(tl.int32), 0)
+    return tl.minimum(unpack(best)[1], vocab_size - 1)
 
 
 @triton.jit
@@ -235,7 +234,7 @@ def _draw_kernel(
         if MODE == ARGMAX or MODE == BY_ROW:  # noqa: SIM102, PLR1714 - Triton's `if` on constants
             if how == ARGMAX:
                 token = _argmax(logits, peaks, peak, vocab_size, CHUNK, BLOCK)
-        if MODE == UNIFORM or MODE == BY_ROW:  # noqa: SIM102, PLR1714
+        if (MODE == UNIFORM or MODE == BY_ROW) and uniform is not None:  # noqa: PLR1714
             if how == UNIFORM:
                 scale = exp2_scale(temperature, row)
                 cut, tie = load_support(pivot, last_tie, row, vocab_size)
@@ -311,6 +310,7 @@ def _draw(
         CHUNK=CHUNK,
         BATCH=_BATCH,
         BLOCK=triton.next_power_of_2(num_chunks),
+        num_warps=4 if mode == DRAW_ARGMAX or uniform is not None else 8,
     )
     return out
 
@@ -333,13 +333,11 @@ def sample_rows(
     position: Tensor,
 ) -> tuple[Tensor, Tensor]:
     valid = torch.empty(law.num_rows, dtype=torch.bool, device=law.logits.device)
-    if uniform is None:  # no row asks for one; those of another kind must not read them
-        uniform = torch.empty(0, dtype=torch.float32, device=law.logits.device)
     token_ids = _draw(
         law,
         _DRAW_BY_ROW,
         kind=kind.contiguous(),
-        uniform=uniform.contiguous(),
+        uniform=None if uniform is None else uniform.contiguous(),
         seed=seed.contiguous(),
         choice=choice.contiguous(),
         position=position.contiguous(),

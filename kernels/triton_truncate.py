@@ -27,8 +27,10 @@ from spectrue.kernels.triton_common import (
 )
 from spectrue.kernels.triton_launch import launch
 
-SLOTS = 64  # chunks that the candidates may lie in
-REACH = 60  # the chunk maximum, by rank, down to which candidates go where top_k does not say
+SLOTS = 128  # chunks that the candidates may lie in
+REACH = 120  # the chunk maximum, by rank, down to which candidates go where top_k does not say
+WIDTH = 32  # slots of a program
+ROOM = 128  # candidates in the chunks of WIDTH slots
 _SHIFT = {torch.float32: 0, torch.bfloat16: 16, torch.float16: 13}
 
 
@@ -146,66 +148,92 @@ def _select_kernel(
 
 
 @triton.jit
-def _cut_kernel(
+def _gather_kernel(
+    values,  # [M, PARTS, ROOM] the candidates of a row by token id, a part for some of the slots
+    ids,  # [M, PARTS, ROOM]
+    count,  # [M, PARTS]
     slots,
+    reach_in,
+    logits,
+    stride,
+    vocab_size,
+    ROOM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    row = tl.program_id(1).to(tl.int64)
+    at = row * tl.num_programs(0) + tl.program_id(0)
+    reach = tl.load(reach_in + row)
+    if reach < float("inf"):
+        # A slot too many holds a chunk too far, and its columns lie beyond the vocabulary.
+        slot_chunk = tl.load(slots + at * WIDTH + tl.arange(0, WIDTH))
+        columns = slot_chunk[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
+        x = load_logits(logits + row * stride + columns, columns < vocab_size)
+        take = ((x >= reach) & (x > float("-inf"))).to(tl.int32)
+        of_slot = tl.sum(take, 1)
+        before = tl.cumsum(of_slot, 0) - of_slot
+        place = before[:, None] + tl.cumsum(take, 1) - 1
+        fits = (take > 0) & (place < ROOM)
+        tl.store(values + at * ROOM + place, x, mask=fits)
+        tl.store(ids + at * ROOM + place, columns, mask=fits)
+        tl.store(count + at, tl.sum(of_slot, 0))
+
+
+@triton.jit
+def _cut_kernel(
+    values,
+    ids,
+    count,
     reach_in,
     mass_in,
     flag,  # set where the candidates do not suffice
     pivot_out,
     last_tie_out,
-    logits,
-    stride,
     temperature,
-    chunk_peak,
-    chunk_sum,  # rewritten where a row is cut
     top_k,
     top_p,
     min_p,
     vocab_size,
-    num_chunks,
     SHIFT: tl.constexpr,
-    SLOTS: tl.constexpr,
-    CHUNK: tl.constexpr,
-    BLOCK: tl.constexpr,
+    PARTS: tl.constexpr,
+    ROOM: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     reach = tl.load(reach_in + row)
     if (reach < float("inf")) & (tl.load(flag + row) == 0):
         k, p, low = _wanted(top_k, top_p, min_p, row, vocab_size)
         scale = exp2_scale(temperature, row)
-        # A slot too many holds a chunk too far, and its columns lie beyond the vocabulary.
-        slot_chunk = tl.load(slots + row * SLOTS + tl.arange(0, SLOTS))
-        column = slot_chunk[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
-        x = load_logits(logits + row * stride + column, column < vocab_size)
-        x = tl.where(x >= reach, x, float("-inf"))
-        flat = tl.reshape(x, [SLOTS * CHUNK])
-        ids = tl.reshape(column, [SLOTS * CHUNK])
-        peak = tl.max(flat, 0)
-        keys = order_key(flat, SHIFT)
+        i = tl.arange(0, PARTS * ROOM)
+        of_part = tl.load(count + row * PARTS + i // ROOM)
+        here = i % ROOM < of_part
+        number = tl.sum(here.to(tl.int32), 0)
+        all_here = tl.max(of_part, 0) <= ROOM
+        x = tl.load(values + row * PARTS * ROOM + i, mask=here, other=float("-inf"))
+        token = tl.load(ids + row * PARTS * ROOM + i, mask=here, other=0)
+        peak = tl.max(x, 0)
+        keys = order_key(x, SHIFT)
         high_key = order_key(peak, SHIFT)
-        low_key = order_key(tl.min(tl.where(flat > float("-inf"), flat, peak), 0), SHIFT)
-        count = tl.sum((flat > float("-inf")).to(tl.int32), 0)
-        weight = tl.exp2((flat - peak) * scale)
+        low_key = tl.min(tl.where(here, keys, high_key), 0)
+        weight = tl.exp2((x - peak) * scale)
         # top_k: its pivot, and how many of the ties there stay.
-        enough = count >= k
-        kept = tl.minimum(count, k)
+        enough = number >= k
+        kept = tl.minimum(number, k)
         if enough:
             low_key = _largest_with_count(keys, low_key, high_key, k)
         pivot = from_order_key(low_key, SHIFT)
-        ties = kept - tl.sum((flat > pivot).to(tl.int32), 0)
+        ties = kept - tl.sum((x > pivot).to(tl.int32), 0)
         # top_p, of what top_k left.
         reached = False
         if p < 1:
-            rank_of_tie = tl.cumsum((flat == pivot).to(tl.int32), 0)
-            over = (flat == pivot) & (rank_of_tie > ties)
-            weight = tl.where((flat < pivot) | over, 0.0, weight)
+            over = (x == pivot) & (tl.cumsum((x == pivot).to(tl.int32), 0) > ties)
+            weight = tl.where((x < pivot) | over, 0.0, weight)
             left = tl.sum(weight, 0)
             aim = p * tl.where(enough, left, tl.load(mass_in + row))
             reached = left >= aim
             if reached:
                 key = _largest_with_mass(keys, weight, low_key, high_key, aim)
                 at_key = from_order_key(key, SHIFT)
-                missing = aim - tl.sum(tl.where(flat > at_key, weight, 0.0), 0)
+                missing = aim - tl.sum(tl.where(x > at_key, weight, 0.0), 0)
                 few = _ties_within(missing, tl.exp2((at_key - peak) * scale))
                 ties = tl.where(at_key > pivot, few, tl.minimum(few, ties))
                 pivot = at_key
@@ -214,29 +242,55 @@ def _cut_kernel(
         log_low, floor = _floor(low, peak, scale)
         by_floor = reach <= floor
         ok = enough | ((p >= 1) & by_floor) | ((p < 1) & (k == vocab_size) & (reached | by_floor))
-        if ok:
+        if ok & all_here:
             # min_p: the pivot may move up, to the smallest logit that it keeps.
             if low > 0:
-                stays = (flat - peak) * scale >= log_low
-                smallest = tl.min(tl.where(stays, flat, peak), 0)
-                ties = tl.where(smallest > pivot, SLOTS * CHUNK, ties)
+                stays = (x - peak) * scale >= log_low
+                smallest = tl.min(tl.where(stays, x, peak), 0)
+                ties = tl.where(smallest > pivot, PARTS * ROOM, ties)
                 pivot = tl.maximum(pivot, smallest)
-            rank_of_tie = tl.cumsum((flat == pivot).to(tl.int32), 0)
-            stays = (flat == pivot) & (rank_of_tie <= ties)
-            last_tie = tl.max(tl.where(stays, ids, 0), 0)
+            stays = (x == pivot) & (tl.cumsum((x == pivot).to(tl.int32), 0) <= ties)
             tl.store(pivot_out + row, pivot)
-            tl.store(last_tie_out + row, last_tie)
-            # The cut law's chunk sums: those of the slots, and nothing elsewhere.
-            sums_at = chunk_sum + row * num_chunks
-            i = tl.arange(0, BLOCK)
-            peaks = tl.load(chunk_peak + row * num_chunks + i, mask=i < num_chunks, other=peak)
-            tl.store(sums_at + i, 0.0, mask=peaks < reach)
-            of_slot = tl.max(x, 1)
-            weights = tl.exp2((x - of_slot[:, None]) * scale)
-            weights = tl.where(in_support(x, column, pivot, last_tie), weights, 0.0)
-            tl.store(sums_at + slot_chunk, tl.sum(weights, 1), mask=slot_chunk < num_chunks)
+            tl.store(last_tie_out + row, tl.max(tl.where(stays, token, 0), 0))
         else:
             tl.store(flag + row, 1)
+
+
+@triton.jit
+def _sums_kernel(
+    chunk_sum,  # of the cut law: those of the slots, and nothing elsewhere
+    slots,
+    reach_in,
+    flag,
+    logits,
+    stride,
+    temperature,
+    pivot,
+    last_tie,
+    chunk_peak,
+    vocab_size,
+    num_chunks,
+    WIDTH: tl.constexpr,
+    SHARE: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    row = tl.program_id(1).to(tl.int64)
+    part = tl.program_id(0)
+    reach = tl.load(reach_in + row)
+    if (reach < float("inf")) & (tl.load(flag + row) == 0):
+        i = part * SHARE + tl.arange(0, SHARE)
+        at = row * num_chunks
+        peaks = tl.load(chunk_peak + at + i, mask=i < num_chunks, other=float("inf"))
+        tl.store(chunk_sum + at + i, 0.0, mask=peaks < reach)
+        slot = (row * tl.num_programs(0) + part) * WIDTH + tl.arange(0, WIDTH)
+        chunk = tl.load(slots + slot)
+        columns = chunk[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
+        x = load_logits(logits + row * stride + columns, columns < vocab_size)
+        inside = in_support(x, columns, tl.load(pivot + row), tl.load(last_tie + row))
+        peak = tl.max(x, 1)
+        weight = tl.exp2((x - peak[:, None]) * exp2_scale(temperature, row))
+        total = tl.sum(tl.where(inside, weight, 0.0), 1)
+        tl.store(chunk_sum + at + chunk, total, mask=chunk < num_chunks)
 
 
 @triton.jit
@@ -406,36 +460,59 @@ def truncate(
     last_tie = torch.empty(num_rows, dtype=torch.int32, device=logits.device)
     flag = torch.empty_like(last_tie)
     block = triton.next_power_of_2(num_chunks)
-    slots_wide = min(SLOTS, block)
-    slots = torch.empty(num_rows, slots_wide, dtype=torch.int32, device=logits.device)
+    num_slots = min(SLOTS, block)
+    width = min(WIDTH, num_slots)
+    parts = num_slots // width
+    slots = torch.empty(num_rows, num_slots, dtype=torch.int32, device=logits.device)
+    values = torch.empty(num_rows, parts, ROOM, dtype=torch.float32, device=logits.device)
+    ids = torch.empty(num_rows, parts, ROOM, dtype=torch.int32, device=logits.device)
+    count = torch.empty(num_rows, parts, dtype=torch.int32, device=logits.device)
     reach, mass = torch.empty_like(pivot), torch.empty_like(pivot)
     cuts = tuple(None if cut is None else cut.contiguous() for cut in (top_k, top_p, min_p))
-    shift = _SHIFT[logits.dtype]
-    chunks = law.chunk_peak, law.chunk_sum, *cuts, law.vocab_size, num_chunks
-    rows = logits, logits.stride(0), law.temperature, *chunks
+    shift, vocab_size = _SHIFT[logits.dtype], law.vocab_size
+    rows = logits, logits.stride(0)
+    chunks = law.chunk_peak, law.chunk_sum
     launch(
         _select_kernel,
         (num_rows,),
-        *(slots, reach, mass, flag, pivot, last_tie, law.temperature, *chunks),
+        *(slots, reach, mass, flag, pivot, last_tie),
+        *(law.temperature, *chunks, *cuts, vocab_size, num_chunks),
         SHIFT=shift,
         REACH=REACH,
-        SLOTS=slots_wide,
+        SLOTS=num_slots,
         BLOCK=block,
+    )
+    launch(
+        _gather_kernel,
+        (parts, num_rows),
+        *(values, ids, count, slots, reach, *rows, vocab_size),
+        ROOM=ROOM,
+        WIDTH=width,
+        CHUNK=CHUNK,
     )
     launch(
         _cut_kernel,
         (num_rows,),
-        *(slots, reach, mass, flag, pivot, last_tie, *rows),
+        *(values, ids, count, reach, mass, flag, pivot, last_tie),
+        *(law.temperature, *cuts, vocab_size),
         SHIFT=shift,
-        SLOTS=slots_wide,
+        PARTS=parts,
+        ROOM=ROOM,
+    )
+    launch(
+        _sums_kernel,
+        (parts, num_rows),
+        *(law.chunk_sum, slots, reach, flag, *rows),
+        *(law.temperature, pivot, last_tie, law.chunk_peak, vocab_size, num_chunks),
+        WIDTH=width,
+        SHARE=triton.next_power_of_2(triton.cdiv(num_chunks, parts)),
         CHUNK=CHUNK,
-        BLOCK=block,
-        num_warps=8,
     )
     launch(
         _whole_row_kernel,
         (num_rows,),
         *(pivot, last_tie, flag, *rows),
+        *(law.temperature, *chunks, *cuts, vocab_size, num_chunks),
         SHIFT=shift,
         CHUNKS=min(64, block),
         CHUNK=CHUNK,
