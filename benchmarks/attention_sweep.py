@@ -15,8 +15,9 @@ import argparse
 import itertools
 import statistics
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -106,7 +107,7 @@ class Inputs:
 
 
 def contiguous(case: Case, inputs: Inputs, pool: Tensor) -> tuple[Tensor, Tensor]:
-    """K and V of the pool in the order of the positions, [batch, context, Hkv, D] as flash reads."""
+    """K and V of a pool in the order of positions, [batch, Hkv, context, D] as flash reads them."""
     blocks = pool.view(-1, BLOCK_SIZE, 2, NUM_KV_HEADS, HEAD_DIM)[inputs.tables.long()]
     key, value = blocks.flatten(1, 2).unbind(2)
     return key.contiguous().transpose(1, 2), value.contiguous().transpose(1, 2)
@@ -121,7 +122,7 @@ def sdpa(case: Case, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     return out.transpose(1, 2).reshape(len(query), -1)
 
 
-def microseconds(calls: list[Callable[[], Tensor]], repeats: int) -> float:
+def microseconds(calls: Sequence[Callable[[], Tensor]], repeats: int) -> float:
     """The median time of a call, in a graph of all of them, long enough to hide the launch."""
     rounds = max(1, 64 // len(calls))
     for call in calls:
@@ -129,9 +130,9 @@ def microseconds(calls: list[Callable[[], Tensor]], repeats: int) -> float:
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        for call in calls * rounds:
+        for call in list(calls) * rounds:
             call()
-    times = []
+    times: list[float] = []
     for _ in range(repeats + 3):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
@@ -160,21 +161,25 @@ def check(case: Case, inputs: Inputs) -> float:
     return float((got.float() - expected).abs().max())
 
 
+def fixed(plan: Plan, **_: object) -> Plan:
+    return plan
+
+
 def sweep(name: str, chosen: list[Plan] | None, repeats: int, top: int) -> bool:
     case = CASES[name]
     inputs = Inputs.make(case)
     flat = [contiguous(case, inputs, pool) for pool in inputs.pools]
-    floor = microseconds([lambda kv=kv: sdpa(case, inputs.query, *kv) for kv in flat], repeats)
+    floor = microseconds([partial(sdpa, case, inputs.query, *kv) for kv in flat], repeats)
     del flat
     print(f"\n{name}: {case}, {case.kv_bytes / 1e6:.0f} MB of KV; SDPA flash {floor:.1f} us")
     own = triton_attention._plan
     rows: list[tuple[float, str, float, Plan | None]] = []
     for plan in [None, *(chosen or plans(case))]:
         if plan is not None:
-            triton_attention._plan = lambda plan=plan, **_: plan
+            triton_attention._plan = partial(fixed, plan)
         try:
             error = check(case, inputs)
-            calls = [lambda pool=pool: inputs.paged(case, pool) for pool in inputs.pools]
+            calls = [partial(inputs.paged, case, pool) for pool in inputs.pools]
             took = microseconds(calls, repeats)
             rows.append((took, "" if error < 0.02 else "WRONG", error, plan))
         except Exception as problem:  # a plan that does not fit shared memory
@@ -183,10 +188,8 @@ def sweep(name: str, chosen: list[Plan] | None, repeats: int, top: int) -> bool:
             triton_attention._plan = own
     print(f"  {'us':>8} {'x SDPA':>7} {'GB/s':>6} {'error':>8}  plan")
     default = next((row for row in rows if row[3] is None), None)
-    for took, wrong, error, plan in [
-        *filter(None, [default]),
-        *sorted(rows, key=lambda r: r[0])[:top],
-    ]:
+    best = sorted(rows, key=lambda row: row[0])[:top]
+    for took, wrong, error, plan in [*filter(None, [default]), *best]:
         speed = case.kv_bytes / took / 1e3
         label = plan or "its own"
         print(f"  {took:8.1f} {took / floor:7.2f} {speed:6.0f} {error:8.5f}  {label} {wrong}")

@@ -291,7 +291,7 @@ def _attend(
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     key_ptr = kv_ptr + kv_head * HEAD_DIM
-    table = table_ptr + request * table_stride.to(tl.int64)
+    table = table_ptr + request.to(tl.int64) * table_stride  # a stride of 1 is a constant
     tree = tree_ptr + token * tree_words if TREE else token
     # First the tiles that every row sees whole, then the others; under a window there are none.
     for masked in tl.static_range(1 if WINDOW else 0, 2):

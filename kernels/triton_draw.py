@@ -28,7 +28,7 @@ from spectrue.kernels.triton_philox import chunk_noise, gumbel_noise
 from spectrue.kernels.triton_rows import check_logits, with_chunks
 
 _DRAW_BY_ROW = 3
-_BATCH = 32  # chunks scored at once by a Gumbel draw
+_BATCH = 8  # chunks scored at once by a Gumbel draw
 _SLACK = tl.constexpr(1e-3)  # of the noise's upper bound, covers the rounding of logit + noise
 
 
@@ -136,26 +136,10 @@ def _gumbel(
     inv_temperature = scale * 0.6931471805599453
     possible = (peaks >= cut) & (peaks > float("-inf"))
     bound = tl.where(possible, (peaks - peak) * inv_temperature + noise + _SLACK, float("-inf"))
-    first = unpack(tl.max(pack(bound, i), 0))[1]
-    best = _best_of_chunks(
-        logits,
-        tl.zeros([1], tl.int32) + first,
-        peak,
-        inv_temperature,
-        seed,
-        choice,
-        position,
-        cut,
-        tie,
-        vocab_size,
-        1,
-        GUMBEL,
-        REST,
-        CHUNK,
-    )
-    bound = tl.where(i == first, float("-inf"), bound)
-    to_beat = unpack(best)[0]
-    left = tl.sum((bound >= to_beat).to(tl.int32), 0)
+    # First the chunk with the largest bound alone: its score is one to beat.
+    to_beat = tl.max(bound, 0)
+    best = pack(to_beat * 0 + float("-inf"), vocab_size - 1)
+    left = (to_beat > float("-inf")).to(tl.int32)
     while left > 0:
         # As many chunks lie before a place of the batch as have a rank not above it.
         rank = tl.cumsum((bound >= to_beat).to(tl.int32), 0)
@@ -176,9 +160,9 @@ def _gumbel(
             REST,
             CHUNK,
         )
+        bound = tl.where((bound >= to_beat) & (rank <= BATCH), float("-inf"), bound)
         best = tl.maximum(best, found)
         to_beat = unpack(best)[0]
-        bound = tl.where(rank <= BATCH, float("-inf"), bound)
         left = tl.sum((bound >= to_beat).to(tl.int32), 0)
     return tl.minimum(unpack(best)[1], vocab_size - 1)
 

@@ -116,7 +116,8 @@ def rope_write_kv(
         k_norm,
         qkv.stride(0),
         eps,
-        num_warps=4,
+        # No element in two waves: one could store it before the other has loaded it.
+        num_warps=min(max(block_heads * block_half // 256, 1), 4),
         NUM_HEADS=num_heads,
         NUM_KV_HEADS=kv.shape[2],
         HALF=head_dim // 2,

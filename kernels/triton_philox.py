@@ -104,8 +104,9 @@ def _gumbel_kernel(
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    row = tl.program_id(1).to(tl.int64)
-    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    parts = tl.cdiv(width, BLOCK)
+    row = (tl.program_id(0) // parts).to(tl.int64)
+    i = tl.program_id(0) % parts * BLOCK + tl.arange(0, BLOCK)
     token = tl.load(token_ids + row * width + i, mask=i < width, other=0).to(tl.int32)
     noise = gumbel_noise(
         tl.load(seed + row),
@@ -124,7 +125,7 @@ def gumbel(seed: Tensor, choice: Tensor, position: Tensor, token_ids: Tensor) ->
     out = torch.empty(num_rows, width, dtype=torch.float32, device=seed.device)
     launch(
         _gumbel_kernel,
-        (triton.cdiv(width, _BLOCK), num_rows),
+        (triton.cdiv(width, _BLOCK) * num_rows,),
         out,
         seed.contiguous(),
         choice.contiguous(),

@@ -206,8 +206,9 @@ def _residual_kernel(
     CHUNKS: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    request = tl.program_id(1)
-    part = tl.program_id(0)
+    parts = tl.cdiv(num_chunks, CHUNKS)
+    request = tl.program_id(0) // parts
+    part = tl.program_id(0) % parts
     out = request.to(tl.int64)
     at = tl.load(stop + request)
     if at >= 0:
@@ -235,7 +236,6 @@ def _residual_kernel(
             draft_vocab_size,
         )
         tl.store(chunk_sum + out * num_chunks + chunk, tl.sum(weight, 1), mask=chunk < num_chunks)
-        parts = tl.num_programs(0)
         tl.store(part_law + out * parts + part, tl.sum(tl.sum(prob, 1), 0))
         bad = tl.sum(tl.sum((sound == 0).to(tl.int32), 1), 0)
         tl.store(part_bad + out * parts + part, bad)
@@ -438,7 +438,7 @@ def verify_rejection(
     )
     launch(
         _residual_kernel,
-        (parts, num_requests),
+        (parts * num_requests,),
         residual,
         part_law,
         part_bad,

@@ -40,8 +40,9 @@ def _chunk_kernel(
     CHUNKS: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    row = tl.program_id(1).to(tl.int64)
-    chunk = tl.program_id(0) * CHUNKS + tl.arange(0, CHUNKS)
+    parts = tl.cdiv(num_chunks, CHUNKS)
+    row = (tl.program_id(0) // parts).to(tl.int64)
+    chunk = tl.program_id(0) % parts * CHUNKS + tl.arange(0, CHUNKS)
     column = chunk[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
     x = load_logits(logits + row * stride + column, column < vocab_size)
     peak = tl.max(x, 1)
@@ -72,7 +73,7 @@ def with_chunks(law: RowLaw, sums: bool = True) -> RowLaw:
     weight = torch.empty_like(peak) if sums else None
     launch(
         _chunk_kernel,
-        (triton.cdiv(num_chunks, CHUNKS), num_rows),
+        (triton.cdiv(num_chunks, CHUNKS) * num_rows,),
         logits,
         logits.stride(0),
         law.temperature,

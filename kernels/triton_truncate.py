@@ -29,7 +29,7 @@ from spectrue.kernels.triton_launch import launch
 
 SLOTS = 128  # chunks that the candidates may lie in
 REACH = 120  # the chunk maximum, by rank, down to which candidates go where top_k does not say
-WIDTH = 32  # slots of a program
+WIDTH = 16  # slots of a program
 ROOM = 128  # candidates in the chunks of WIDTH slots
 _SHIFT = {torch.float32: 0, torch.bfloat16: 16, torch.float16: 13}
 
@@ -157,12 +157,13 @@ def _gather_kernel(
     logits,
     stride,
     vocab_size,
+    PARTS: tl.constexpr,
     ROOM: tl.constexpr,
     WIDTH: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    row = tl.program_id(1).to(tl.int64)
-    at = row * tl.num_programs(0) + tl.program_id(0)
+    at = tl.program_id(0).to(tl.int64)
+    row = at // PARTS
     reach = tl.load(reach_in + row)
     if reach < float("inf"):
         # A slot too many holds a chunk too far, and its columns lie beyond the vocabulary.
@@ -270,20 +271,20 @@ def _sums_kernel(
     chunk_peak,
     vocab_size,
     num_chunks,
+    PARTS: tl.constexpr,
     WIDTH: tl.constexpr,
     SHARE: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    row = tl.program_id(1).to(tl.int64)
-    part = tl.program_id(0)
+    place = tl.program_id(0).to(tl.int64)
+    row = place // PARTS
     reach = tl.load(reach_in + row)
     if (reach < float("inf")) & (tl.load(flag + row) == 0):
-        i = part * SHARE + tl.arange(0, SHARE)
+        i = place % PARTS * SHARE + tl.arange(0, SHARE)
         at = row * num_chunks
         peaks = tl.load(chunk_peak + at + i, mask=i < num_chunks, other=float("inf"))
         tl.store(chunk_sum + at + i, 0.0, mask=peaks < reach)
-        slot = (row * tl.num_programs(0) + part) * WIDTH + tl.arange(0, WIDTH)
-        chunk = tl.load(slots + slot)
+        chunk = tl.load(slots + place * WIDTH + tl.arange(0, WIDTH))
         columns = chunk[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
         x = load_logits(logits + row * stride + columns, columns < vocab_size)
         inside = in_support(x, columns, tl.load(pivot + row), tl.load(last_tie + row))
@@ -484,8 +485,9 @@ def truncate(
     )
     launch(
         _gather_kernel,
-        (parts, num_rows),
+        (parts * num_rows,),
         *(values, ids, count, slots, reach, *rows, vocab_size),
+        PARTS=parts,
         ROOM=ROOM,
         WIDTH=width,
         CHUNK=CHUNK,
@@ -501,9 +503,10 @@ def truncate(
     )
     launch(
         _sums_kernel,
-        (parts, num_rows),
+        (parts * num_rows,),
         *(law.chunk_sum, slots, reach, flag, *rows),
         *(law.temperature, pivot, last_tie, law.chunk_peak, vocab_size, num_chunks),
+        PARTS=parts,
         WIDTH=width,
         SHARE=triton.next_power_of_2(triton.cdiv(num_chunks, parts)),
         CHUNK=CHUNK,

@@ -13,12 +13,12 @@ import os
 import re
 import sys
 import tempfile
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
@@ -110,7 +110,13 @@ def target_of(arch: str) -> GPUTarget:
 @contextmanager
 def _knobs(buffer_ops: bool, fp_fusion: bool | None) -> Iterator[None]:
     """Triton's settings for one build; a cached binary would hide an `error:` line."""
-    with knobs.compilation.scope(), knobs.amd.scope():
+    with (
+        knobs.compilation.scope(),
+        knobs.amd.scope(),
+        knobs.language.scope(),
+        warnings.catch_warnings(),
+    ):
+        warnings.filterwarnings("ignore", message="TRITON_DEFAULT_FP_FUSION")
         knobs.compilation.always_compile = True
         knobs.amd.use_buffer_ops = buffer_ops
         if fp_fusion is not None:
@@ -220,11 +226,18 @@ def build(work: Specialized) -> CompiledKernel:
         options["enable_fp_fusion"] = work.fp_fusion
     source = ASTSource(work.kernel, work.signature, work.constants, work.attrs)
     lines: list[str] = []
-    with _knobs(work.buffer_ops, work.fp_fusion), _c_stderr(lines):
-        built = triton_compile(source, target=target_of(work.arch), options=options)
+    failure: Exception | None = None
+    try:
+        with _knobs(work.buffer_ops, work.fp_fusion), _c_stderr(lines):
+            built = triton_compile(source, target=target_of(work.arch), options=options)
+    except RuntimeError as error:  # newer versions notice some of these themselves
+        failure = error
     errors = [line for line in lines if "error:" in line]
     if errors:
-        raise CompileError(f"{built.name} for {work.arch}: " + "\n".join(errors))
+        message = f"{work.kernel.__name__} for {work.arch}: " + "\n".join(errors)
+        raise CompileError(message) from failure
+    if failure is not None:
+        raise failure
     parameters = tuple(
         (i, kind) for i, kind in enumerate(work.signature.values()) if kind != "constexpr"
     )
@@ -283,7 +296,3 @@ def _resources(asm: str) -> dict[str, int]:
     if missing:
         raise CompileError(f"the metadata lacks {missing}")
     return {name: int(match[1]) for name, match in found.items() if match is not None}
-
-
-def is_tensor(value: Any) -> bool:
-    return isinstance(value, torch.Tensor)

@@ -30,14 +30,17 @@ class Format:
         self.tiny = np.longdouble(2) ** (1 - self.bias)
 
     def exponent(self, x: Array) -> Array:
-        return ((x.view(self.unsigned) >> self.unsigned(self.mantissa)) & self.mask).astype(
+        value: Array = ((x.view(self.unsigned) >> self.unsigned(self.mantissa)) & self.mask).astype(
             np.int64
         )
+        return value
 
     def harmless(self, x: Array) -> bool:
         """All exponents are so near to 0 that no step has anything special to do."""
         low, count = self.safe
-        exponent = (x.view(self.unsigned) >> self.unsigned(self.mantissa)) & self.unsigned(self.mask)
+        exponent = (x.view(self.unsigned) >> self.unsigned(self.mantissa)) & self.unsigned(
+            self.mask
+        )
         return bool(((exponent - low) < count).all())
 
 
@@ -47,7 +50,8 @@ DOUBLE = Format(np.float64, np.uint64, 52, 11)
 
 
 def _denormal(x: Array, f: Format) -> Array:
-    return (f.exponent(x) == 0) & (x != 0)
+    value: Array = (f.exponent(x) == 0) & (x != 0)
+    return value
 
 
 def div_scale(f: Format, s0: Array, s1: Array, s2: Array) -> tuple[Array, Array]:
@@ -131,4 +135,5 @@ def div_fixup(f: Format, quotient: Array, s1: Array, s2: Array) -> Array:
     ]
     values = [s2, s1, nan, infinity, zero, zero, infinity]
     signed = np.where(negative, -np.abs(quotient), np.abs(quotient))
-    return np.select(conditions, values, signed).astype(f.dtype)
+    value: Array = np.select(conditions, values, signed).astype(f.dtype)
+    return value

@@ -99,9 +99,7 @@ def decode_dpp(ins: Instruction) -> Dpp:
     rows, banks = ins.number("row_mask", 15), ins.number("bank_mask", 15)
     enabled = ((rows >> (LANE >> 4)) & (banks >> ((LANE & 15) >> 2)) & 1).astype(bool)
     zero_fill = "bound_ctrl" in ins.modifiers
-    return Dpp(
-        np.where(exists, source, 0), exists, enabled, zero_fill, ~exists, bool(exists.all())
-    )
+    return Dpp(np.where(exists, source, 0), exists, enabled, zero_fill, ~exists, bool(exists.all()))
 
 
 def _selection(ins: Instruction, name: str) -> tuple[int, int]:

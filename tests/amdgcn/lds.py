@@ -42,14 +42,14 @@ class Lds:
         count = size // 4
         if count and not (addresses & 3).any():
             if count == 1:
-                return self.words[addresses >> 2][:, None]
-            return self.words[(addresses >> 2)[:, None] + np.arange(count)]
+                value: Array = self.words[addresses >> 2][:, None]
+                return value
+            value = self.words[(addresses >> 2)[:, None] + np.arange(count)]
+            return value
         rows = self.data[addresses[:, None] + np.arange(size)]
         return rows.view(np.uint32) if count else rows
 
-    def store(
-        self, ins: Instruction, w: Wave, lanes: Array, addresses: Array, data: Array
-    ) -> None:
+    def store(self, ins: Instruction, w: Wave, lanes: Array, addresses: Array, data: Array) -> None:
         size = data.shape[1]
         self._check(ins, w, lanes, addresses, size, "write")
         if self.track:
@@ -59,9 +59,7 @@ class Lds:
         if (self.data[places] != data).any():
             raise Fault(f"lanes of wave {w.index} write different values to one LDS place: {ins}")
 
-    def cells(
-        self, ins: Instruction, w: Wave, lanes: Array, addresses: Array, size: int
-    ) -> None:
+    def cells(self, ins: Instruction, w: Wave, lanes: Array, addresses: Array, size: int) -> None:
         """For atomics: check and note."""
         self._check(ins, w, lanes, addresses, size, "atomic")
         if (addresses % size).any():

@@ -272,7 +272,8 @@ def _swizzle(ins: Instruction) -> Array:
         if offset & 0x7F00:
             raise ins.refuse("swizzle mode")
         order = np.array([(offset >> (2 * k)) & 3 for k in range(4)])
-        return (LANE & ~3) + order[LANE & 3]
+        value: Array = (LANE & ~3) + order[LANE & 3]
+        return value
     keep, force, flip = offset & 31, (offset >> 5) & 31, (offset >> 10) & 31
     return (LANE & 32) + ((((LANE & 31) & keep) | force) ^ flip)
 

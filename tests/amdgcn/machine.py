@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from . import crosslane, fp8, lds_ops, memory_ops, mfma, packed, salu, valu
+from . import crosslane, fp8, lds_ops, memory_ops, mfma, packed, salu, valu, valu_special
 from .faults import Fault, Unsupported
 from .lds import Lds
 from .memory import Memory
@@ -20,6 +20,7 @@ Run = Callable[[Wave], None]
 DECODERS: dict[str, Callable[[Instruction, Layout], Run]] = {
     **salu.DECODERS,
     **valu.DECODERS,
+    **valu_special.DECODERS,
     **packed.DECODERS,
     **fp8.DECODERS,
     **crosslane.DECODERS,

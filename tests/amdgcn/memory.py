@@ -29,7 +29,7 @@ class Region:
 
 
 def _region(base: int, size: int, name: str, keep: object) -> Region:
-    raw = (ctypes.c_uint8 * size).from_address(base)
+    raw = memoryview((ctypes.c_uint8 * size).from_address(base))
     data = np.frombuffer(raw, np.uint8)
     shift = -base % 4
     usable = max(0, (size - shift) // 4 * 4)
@@ -112,9 +112,7 @@ class Memory:
             left = left[~inside]
         return groups
 
-    def load(
-        self, ins: Instruction, wave: int, lanes: Array, addresses: Array, size: int
-    ) -> Array:
+    def load(self, ins: Instruction, wave: int, lanes: Array, addresses: Array, size: int) -> Array:
         """Bytes at int64 addresses, one row a lane, as uint32 (as uint8 below four bytes)."""
         groups = self._groups(ins, wave, lanes, addresses, size, "load")
         if self.track:
@@ -125,8 +123,10 @@ class Memory:
             offsets = addresses - region.base - region.shift
             if not (offsets & 3).any() and offsets.min() >= 0:
                 if words == 1:
-                    return region.words[offsets >> 2][:, None]
-                return region.words[(offsets >> 2)[:, None] + np.arange(words)]
+                    value: Array = region.words[offsets >> 2][:, None]
+                    return value
+                value = region.words[(offsets >> 2)[:, None] + np.arange(words)]
+                return value
         out = np.empty((len(addresses), size), np.uint8)
         for region, where in groups:
             offsets = addresses[where] - region.base

@@ -139,7 +139,7 @@ def _operands(ins: Instruction, layout: Layout, space: str, data_first: bool) ->
     off = Operand("off", "off")
     data, vector = operands[:2] if data_first else operands[1::-1]
     rest = operands[2:]
-    if space == "flat" and rest or len(rest) > 1:
+    if (space == "flat" and rest) or len(rest) > 1:
         raise ins.refuse("operands")
     return data, _global_addresses(ins, layout, vector, rest[0] if rest else off)
 
@@ -224,7 +224,7 @@ def register_bytes(w: Wave, rows: list[int], lanes: Array) -> Array:
 def decode_store(ins: Instruction, layout: Layout) -> Run:
     space, _, kind = ins.mnemonic.split("_", 2)
     size, shift = _STORES[kind]
-    source, addresses = _operands(ins, layout, space, False if space != "buffer" else True)
+    source, addresses = _operands(ins, layout, space, space == "buffer")
     words = max(1, size // 4)
     if source.kind not in "va" or source.count != words:
         raise ins.refuse("source")

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from .fp8 import TYPES, decode
-from .numerics import bf16_value
+from .numerics import bf16_value, round_half_even_bits
 from .operands import Layout, Operand, parse_operand
 from .parser import Instruction
 from .wave import LANE, LANES, U32, Array, Wave
@@ -67,6 +67,8 @@ FORMS: dict[str, Form] = {
     "v_mfma_f32_16x16x32_bf16": Form(16, 32, "bf16", 1, _LAST),
     "v_mfma_f32_32x32x16_bf16": Form(32, 16, "bf16", 1, _LAST),
 }
+FORMS["v_mfma_f32_16x16x8_xf32"] = Form(16, 8, "xf32", 1, ("gfx942",))
+FORMS["v_mfma_f32_32x32x4_xf32"] = Form(32, 4, "xf32", 1, ("gfx942",))
 for _a in ("fp8", "bf8"):
     for _b in ("fp8", "bf8"):
         FORMS[f"v_mfma_f32_16x16x32_{_a}_{_b}"] = Form(16, 32, f"{_a}_{_b}", 1, _NEW)
@@ -75,7 +77,7 @@ for _a in ("fp8", "bf8"):
 # lanes is irrelevant to a product as long as both operands have formats of the same width.
 FORMS["v_mfma_f32_16x16x128_f8f6f4"] = Form(16, 128, "chosen", 1, _LAST)
 FORMS["v_mfma_f32_32x32x64_f8f6f4"] = Form(32, 64, "chosen", 1, _LAST)
-_BYTES = {"f32": 4, "f16": 2, "bf16": 2}
+_BYTES = {"f32": 4, "xf32": 4, "f16": 2, "bf16": 2}
 
 
 def _elements(words: Array, element: str, per_lane: int, arch: str) -> Array:
@@ -83,6 +85,9 @@ def _elements(words: Array, element: str, per_lane: int, arch: str) -> Array:
     raw = np.ascontiguousarray(words.T)
     if element == "f32":
         values: Array = raw.view(np.float32)
+    elif element == "xf32":  # 10 bits of mantissa; how hardware rounds to them is not documented
+        near = round_half_even_bits(raw.view(np.uint32), 13) << np.uint32(13)
+        values = near.view(np.float32)
     elif element == "f16":
         values = raw.view(np.float16)
     elif element == "bf16":
@@ -146,8 +151,10 @@ def decode_mfma(ins: Instruction, layout: Layout) -> Run:
         values = _elements(w.vectors[rows], kind, form.per_lane, ins.arch)
         if blocks > 1:
             return values.reshape(blocks, m, form.per_lane)
-        return values.reshape(1, LANES // m, m, form.per_lane).transpose(0, 2, 1, 3).reshape(
-            1, m, form.k
+        return (
+            values.reshape(1, LANES // m, m, form.per_lane)
+            .transpose(0, 2, 1, 3)
+            .reshape(1, m, form.k)
         )
 
     def run(w: Wave) -> None:
@@ -155,10 +162,7 @@ def decode_mfma(ins: Instruction, layout: Layout) -> Run:
             raise ins.refuse("with lanes off")
         product = matrix(w, rows_a, kinds[0]) @ matrix(w, rows_b, kinds[1]).transpose(0, 2, 1)
         total = product[block, row, column]
-        if rows_c is None:
-            total = total + constant
-        else:
-            total = total + w.vectors[rows_c].view(np.float32)
+        total = total + (constant if rows_c is None else w.vectors[rows_c].view(np.float32))
         w.vectors[rows_d].view(np.float32)[:] = total
 
     return run

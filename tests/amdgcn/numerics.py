@@ -154,7 +154,10 @@ class Jitter:
         if self.random is None:
             return result
         step = self.random.integers(-1, 2, result.shape)
-        up, down = np.nextafter(result, np.float32(np.inf)), np.nextafter(result, np.float32(-np.inf))
+        up, down = (
+            np.nextafter(result, np.float32(np.inf)),
+            np.nextafter(result, np.float32(-np.inf)),
+        )
         moved = np.where(step > 0, up, np.where(step < 0, down, result))
         # Exact powers stay exact, as they do on hardware.
         free = np.isfinite(result) & (np.frexp(result)[0] != 0.5) & (np.abs(result) > 2 * TINY32)
@@ -187,7 +190,8 @@ def sqrt_approx(a: Array) -> Array:
 def to_integer(a: Array, low: int, high: int, dtype: Any) -> Array:
     """Truncate and saturate; NaN becomes 0."""
     wide = np.nan_to_num(np.trunc(a.astype(F64)), nan=0.0, posinf=2.0**62, neginf=-(2.0**62))
-    return np.clip(wide, low, high).astype(np.int64).astype(dtype)
+    value: Array = np.clip(wide, low, high).astype(np.int64).astype(dtype)
+    return value
 
 
 def round_half_even_bits(bits: Array, drop: int) -> Array:

@@ -60,9 +60,7 @@ def decode_packed32(ins: Instruction, layout: Layout) -> Run:
     low_sel, high_sel = ins.bits("op_sel", n, 0), ins.bits("op_sel_hi", n, 1)
     low_neg, high_neg = ins.bits("neg_lo", n, 0), ins.bits("neg_hi", n, 0)
     function = PACKED32[ins.mnemonic]
-    low = [
-        _word(ins, layout, s, h, g) for s, h, g in zip(sources, low_sel, low_neg, strict=True)
-    ]
+    low = [_word(ins, layout, s, h, g) for s, h, g in zip(sources, low_sel, low_neg, strict=True)]
     high = [
         _word(ins, layout, s, h, g) for s, h, g in zip(sources, high_sel, high_neg, strict=True)
     ]
@@ -81,7 +79,7 @@ def decode_packed32(ins: Instruction, layout: Layout) -> Run:
 
 
 def decode_packed_move(ins: Instruction, layout: Layout) -> Run:
-    """The low word from the first source by op_sel[0], the high one from the second by op_sel[1]."""
+    """The low word from the first source by op_sel[0], the high from the second by op_sel[1]."""
     ins.accept("op_sel", "op_sel_hi")
     target, a, b = (parse_operand(o) for o in ins.operands)
     select = ins.bits("op_sel", 2, 0)
@@ -118,6 +116,10 @@ PACKED16: dict[str, tuple[int, Callable[..., Array]]] = {
     "v_pk_mad_u16": (U16, lambda a, b, c: a * b + c),
     "v_pk_mad_i16": (I16, lambda a, b, c: a * b + c),
 }
+_SATURATING: dict[str, Callable[..., Array]] = {
+    "v_pk_add_u16": lambda a, b: np.where(a + b < a, u16(0xFFFF), a + b),
+    "v_pk_sub_u16": lambda a, b: np.where(a < b, u16(0), a - b),
+}
 _HIGH = {F16: F16H, U16: U16H, I16: I16H}
 
 
@@ -139,8 +141,12 @@ def _half(
 
 
 def decode_packed16(ins: Instruction, layout: Layout) -> Run:
-    ins.accept("op_sel", "op_sel_hi", "neg_lo", "neg_hi")
+    ins.accept("op_sel", "op_sel_hi", "neg_lo", "neg_hi", "clamp")
     kind, function = PACKED16[ins.mnemonic]
+    if "clamp" in ins.modifiers:
+        if ins.mnemonic not in _SATURATING:
+            raise ins.refuse("clamp")
+        function = _SATURATING[ins.mnemonic]
     target, *sources = (parse_operand(o) for o in ins.operands)
     n = len(sources)
     parts = []
@@ -170,8 +176,8 @@ def decode_mix(ins: Instruction, layout: Layout) -> Run:
     select, is_half = ins.bits("op_sel", 3, 0), ins.bits("op_sel_hi", 3, 0)
     readers = []
     for operand, high, half in zip(sources, select, is_half, strict=True):
-        if half and operand.constant:
-            raise ins.refuse("half of a constant")
+        if half and operand.constant and (high or operand.kind != "float"):
+            raise ins.refuse("this half of a constant")
         kind = (F16H if high else F16) if half else F32
         if not half and high:
             raise ins.refuse("op_sel of a whole register")
@@ -191,7 +197,7 @@ def decode_mix(ins: Instruction, layout: Layout) -> Run:
 
 
 def _mixed(layout: Layout, operand: Operand, kind: int) -> Reader:
-    row = layout.row(operand, F32)
+    row = layout.row(operand, F32 if kind == F32 else F16)
 
     def read(w: Wave) -> Array:
         value = w.rows[kind][row].astype(np.float32)

@@ -106,10 +106,8 @@ def parse_instruction(line: int, mnemonic: str, rest: str, arch: str) -> Instruc
     encoding = _ENCODING.search(mnemonic)
     text = f"{mnemonic} {rest}".strip()
     base = _ENCODING.sub("", mnemonic)
-    if base == "s_waitcnt":  # its operands are no registers; waiting is not modelled
-        operands, modifiers = [], {}
-    else:
-        operands, modifiers = _split(rest)
+    # The operands of s_waitcnt are no registers; waiting is not modelled.
+    operands, modifiers = _split("" if base == "s_waitcnt" else rest)
     return Instruction(
         line, text, base, encoding[1] if encoding else "", tuple(operands), modifiers, arch
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -17,8 +18,9 @@ _HEAD = '\t.amdgcn_target "amdgcn-amd-amdhsa--{arch}"\n'
 _DESCRIPTOR = "\t.amdhsa_next_free_vgpr 96\n\t.amdhsa_accum_offset 64\n"
 
 
+@lru_cache(maxsize=64)
 def program(code: str, arch: str) -> Program:
-    """One instruction a line; labels end with a colon."""
+    """One instruction a line; labels end with a colon. The waves of a program are reused."""
     lines = [x.strip() for x in code.strip().split("\n")]
     body = "\n".join(x if x.endswith(":") else "\t" + x for x in lines)
     return decode(_HEAD.format(arch=arch) + _DESCRIPTOR + body + "\n\ts_endpgm\n")
@@ -37,7 +39,7 @@ def bits(values: Any) -> Array:
 
 
 class Result:
-    """The wave after the run."""
+    """The wave after the run, until the same code runs again."""
 
     def __init__(self, wave: Wave, machine: Machine) -> None:
         self.wave, self.machine = wave, machine
@@ -48,7 +50,8 @@ class Result:
         words = self.wave.rows[U32]
         if size == 8:
             pair = np.stack([words[index], words[index + 1]], 1)
-            return np.ascontiguousarray(pair).view(dtype)[:, 0]
+            value: Array = np.ascontiguousarray(pair).view(dtype)[:, 0]
+            return value
         if size == 2:
             return (words[index] & np.uint32(0xFFFF)).astype(np.uint16).view(dtype)
         return words[index].copy().view(dtype)

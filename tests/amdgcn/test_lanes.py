@@ -17,6 +17,13 @@ from .snippet import run
 from .test_valu import assert_lanes, fma16, fma32, values
 
 Array = NDArray[Any]
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
 LANES = np.arange(64, dtype=np.uint32)
 ON = 0xFFFF_0FFF_FFFF_FFF7  # lanes 3 and 44 to 47 are off
 
@@ -122,20 +129,23 @@ def test_exchanges() -> None:
     out = run("ds_bpermute_b32 v3, v1, v2", v={1: target * 4, 2: LANES + 1, 3: 0}, exec_mask=ON)
     wanted = np.where(lanes_on[target], target + 1, 0)
     assert (out.v(3)[lanes_on] == wanted[lanes_on]).all()
-    out = run("ds_permute_b32 v3, v1, v2", v={1: target * 4 + 256, 2: LANES + 1, 3: 0}, exec_mask=ON)
+    out = run(
+        "ds_permute_b32 v3, v1, v2", v={1: target * 4 + 256, 2: LANES + 1, 3: 0}, exec_mask=ON
+    )
     wanted = np.zeros(64, np.uint32)
     for k in range(64):
         if lanes_on[k]:
             wanted[target[k]] = k + 1
     assert (out.v(3)[lanes_on] == wanted[lanes_on]).all()
-    for text, source in (
+    patterns: list[tuple[str, Callable[[int], int]]] = [
         ("swizzle(SWAP,4)", lambda k: k ^ 4),
         ("swizzle(REVERSE,8)", lambda k: k ^ 7),
         ("swizzle(BROADCAST,8,3)", lambda k: k & ~7 | 3),
         ("swizzle(QUAD_PERM,3,2,0,0)", lambda k: (k & ~3) + (3, 2, 0, 0)[k & 3]),
         ('swizzle(BITMASK_PERM,"01pi0")', lambda k: k & 32 | 8 | k & 4 | ~k & 2),
         ("0x041f", lambda k: k ^ 1),
-    ):
+    ]
+    for text, source in patterns:
         out = run(f"ds_swizzle_b32 v3, v2 offset:{text}", v={2: LANES + 1})
         assert [int(x) - 1 for x in out.v(3)] == [source(k) for k in range(64)], text
 
@@ -154,7 +164,9 @@ def test_packed_floats() -> None:
     out = run("v_pk_add_f32 v[20:21], v[2:3], v[4:5] neg_lo:[0,1] neg_hi:[1,0]", v=v)
     assert_lanes(out.v(20, np.float32), [x - y for x, y in zip(a0, b0, strict=True)], "f32")
     assert_lanes(out.v(21, np.float32), [y - x for x, y in zip(a1, b1, strict=True)], "f32")
-    out = run("v_pk_mul_f32 v[20:21], v[2:3], s[4:5] op_sel:[1,0] op_sel_hi:[0,0]", v=v, s={4: 0x40000000})
+    out = run(
+        "v_pk_mul_f32 v[20:21], v[2:3], s[4:5] op_sel:[1,0] op_sel_hi:[0,0]", v=v, s={4: 0x40000000}
+    )
     assert_lanes(out.v(20, np.float32), [2 * x for x in a1], "f32")
     assert_lanes(out.v(21, np.float32), [2 * x for x in a0], "f32")
     out = run("v_pk_fma_f32 v[2:3], v[2:3], v[4:5], v[6:7] op_sel:[0,1,0]", v=v)
@@ -209,13 +221,30 @@ def test_packed_halves(mnemonic: str) -> None:
     operands = ", ".join(f"v{k + 1}" for k in range(count))
     for text, low, high in (
         ("", [0] * count, [1] * count),
-        (f" op_sel:[1{',0' * (count - 1)}] op_sel_hi:[0{',1' * (count - 1)}]", [1] + [0] * (count - 1), [0] + [1] * (count - 1)),
+        (
+            f" op_sel:[1{',0' * (count - 1)}] op_sel_hi:[0{',1' * (count - 1)}]",
+            [1] + [0] * (count - 1),
+            [0] + [1] * (count - 1),
+        ),
     ):
-        out = run(f"{mnemonic} v9, {operands}{text}", v={k + 1: w for k, w in enumerate(words)}).v(9)
+        out = run(f"{mnemonic} v9, {operands}{text}", v={k + 1: w for k, w in enumerate(words)}).v(
+            9
+        )
         for part, select in ((out & 0xFFFF, low), (out >> 16, high)):
             inputs = [columns[k][select[k]] for k in range(count)]
             wanted = [reference(*x) for x in zip(*inputs, strict=True)]
             assert_lanes(part.astype(np.uint16).view(dtype), wanted, kind, inputs)
+
+
+def test_packed_saturation() -> None:
+    a = np.array([0x0005_FFF0 + k for k in range(64)], np.uint32)
+    out = run(
+        "v_pk_sub_u16 v3, v1, v2 clamp\nv_pk_add_u16 v4, v1, v2 clamp", v={1: a, 2: 0x0006_0010}
+    )
+    for k in range(64):
+        low, high = int(a[k]) & 65535, int(a[k]) >> 16
+        assert out.v(3)[k] == max(0, low - 16) | max(0, high - 6) << 16
+        assert out.v(4)[k] == min(65535, low + 16) | (high + 6) << 16
 
 
 @covers("v_fma_mix_f32", "v_fma_mixlo_f16", "v_fma_mixhi_f16")
@@ -227,6 +256,8 @@ def test_mixed() -> None:
     low, high = h[:, 0].astype(np.float64), h[:, 1].astype(np.float64)
     wanted = (high * -x.astype(np.float64) + np.abs(low)).astype(np.float32)
     assert (run(code, v=v).v(4, np.float32) == wanted).all()
+    code = "v_fma_mix_f32 v4, v1, 2.0, v1 op_sel:[0,0,1] op_sel_hi:[1,1,1]"
+    assert (run(code, v=v).v(4, np.float32) == (2 * low + high).astype(np.float32)).all()
     for name, shift in (("lo", 0), ("hi", 16)):
         out = run(f"v_fma_mix{name}_f16 v3, v1, v2, v2 op_sel_hi:[1,0,0]", v=v).v(3)
         exact = (low * x + x).astype(np.float32).astype(np.float16)
@@ -251,11 +282,18 @@ def test_dot2() -> None:
 @covers("v_bitop3_b32", "v_bitop3_b16")
 def test_bitop3() -> None:
     a, b, c = (np.array(values("u32", k), np.uint32) for k in range(3))
-    for table, wanted in ((0x6C, None), (0xF8, a | b & c), (0x96, a ^ b ^ c), (0xCA, a & b | ~a & c)):
+    for table, wanted in (
+        (0x6C, None),
+        (0xF8, a | b & c),
+        (0x96, a ^ b ^ c),
+        (0xCA, a & b | ~a & c),
+    ):
         out = run(f"v_bitop3_b32 v4, v1, v2, v3 bitop3:{table:#x}", v={1: a, 2: b, 3: c}).v(4)
         if wanted is None:
             bits = [(a >> k & 1) * 4 + (b >> k & 1) * 2 + (c >> k & 1) for k in range(32)]
-            total = sum((table >> x & 1).astype(np.uint64) << np.uint64(k) for k, x in enumerate(bits))
+            total = sum(
+                (table >> x & 1).astype(np.uint64) << np.uint64(k) for k, x in enumerate(bits)
+            )
             wanted = np.asarray(total).astype(np.uint32)
         assert (out == wanted).all()
         half = run(f"v_bitop3_b16 v4, v1, v2, v3 bitop3:{table:#x}", v={1: a, 2: b, 3: c})
@@ -277,7 +315,9 @@ for _t in ("fp8", "bf8"):
 @pytest.mark.parametrize(("arch", "name"), FP8)
 def test_fp8(arch: str, name: str) -> None:
     dtype = FP8[arch, name]
-    a = torch.cat([torch.randn(40), torch.tensor([0.0, -0.0, 1e-9, -1e-3, 2**-9, 300.0, 1e6, -1e6] * 3)])
+    a = torch.cat(
+        [torch.randn(40), torch.tensor([0.0, -0.0, 1e-9, -1e-3, 2**-9, 300.0, 1e6, -1e6] * 3)]
+    )
     b = torch.linspace(-500, 500, 64)
     octets = [x.to(dtype).view(torch.uint8).int() for x in (a, b)]
     wanted = (octets[0] | octets[1] << 8).numpy()
@@ -300,7 +340,10 @@ def test_fp8(arch: str, name: str) -> None:
         for high in range(4):
             octet = every + 64 * high
             words = octet | (255 - octet) << 8
-            wide = [torch.from_numpy(x.astype(np.uint8)).view(dtype).float().numpy() for x in (octet, 255 - octet)]
+            wide = [
+                torch.from_numpy(x.astype(np.uint8)).view(dtype).float().numpy()
+                for x in (octet, 255 - octet)
+            ]
             code = f"v_cvt_{infix}pk_f32_{name} v[4:5], v1{scale}"
             out2 = run(code, v={1: words}, arch=arch)
             for k in (0, 1):
@@ -311,14 +354,15 @@ def test_fp8(arch: str, name: str) -> None:
                     part = (out2.v(4) >> 16 * k & 0xFFFF).astype(np.uint16).view(np.float16)
                     assert_lanes(part, [float(x) for x in wide[k]], "f16")
             else:
-                code = f"v_cvt_f32_{name}_sdwa v4, v1 src0_sel:BYTE_1\nv_cvt_pk_f32_{name}_sdwa v[6:7], v2 src0_sel:WORD_1"
+                code = f"v_cvt_f32_{name}_sdwa v4, v1 src0_sel:BYTE_1\n"
+                code += f"v_cvt_pk_f32_{name}_sdwa v[6:7], v2 src0_sel:WORD_1"
                 out2 = run(code, v={1: words, 2: words << 16}, arch=arch)
                 assert_lanes(out2.v(4, np.float32), [float(x) for x in wide[1]], "f32")
                 assert_lanes(out2.v(7, np.float32), [float(x) for x in wide[1]], "f32")
 
 
 TESTED.update(FORMS)
-TORCH = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
+TORCH = {"f32": torch.float32, "xf32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 
 
 @pytest.mark.parametrize("mnemonic", FORMS)
@@ -329,10 +373,13 @@ def test_matrix(mnemonic: str) -> None:
     m, per_lane = form.m, form.per_lane
     kinds = ["fp8", "bf8"] if form.element == "chosen" else form.element.split("_")
     kinds = kinds * 2 if len(kinds) == 1 else kinds
+    exact_tf32 = form.element == "xf32"
     dtypes = [TORCH.get(k) or FP8[arch, k] for k in kinds]
     blocks = form.blocks
     a = torch.randn(blocks, m, form.k).to(dtypes[0])
     b = torch.randn(blocks, form.k, m).to(dtypes[1])
+    if exact_tf32:  # values that have 10 bits of mantissa
+        a, b = a.bfloat16().float(), b.bfloat16().float()
     c = torch.randn(blocks, m, m)
     count = m * m * blocks // 64
     registers: list[dict[int, Any]] = [{}, {}, {}]
@@ -365,8 +412,6 @@ def test_matrix(mnemonic: str) -> None:
         registers[0][8 + k] = np.ascontiguousarray(words[1][k])
     accumulator = {k: lanes_c[k].numpy() for k in range(count)}
     last_a, last_b = (f"v[0:{size - 1}]", f"v[8:{7 + size}]") if size > 1 else ("v0", "v8")
-    if size > 1:
-        last_a, last_b = f"v[0:{size - 1}]", f"v[8:{7 + size}]"
     text = f"{mnemonic} v[20:{19 + count}], {last_a}, {last_b}, a[0:{count - 1}]"
     if form.element == "chosen":
         text += " cbsz:0 blgp:1"

@@ -92,8 +92,16 @@ CASES |= {
     "s_mul_i32": ((32, 32), 32, keeps(lambda a, b: a * b)),
     "s_mul_hi_u32": ((32, 32), 32, keeps(lambda a, b: a * b >> 32)),
     "s_mul_hi_i32": ((32, 32), 32, keeps(lambda a, b: signed(a) * signed(b) >> 32)),
-    "s_min_i32": ((32, 32), 32, lambda a, b, scc: (min(a, b, key=signed), int(signed(a) < signed(b)))),
-    "s_max_i32": ((32, 32), 32, lambda a, b, scc: (max(a, b, key=signed), int(signed(a) > signed(b)))),
+    "s_min_i32": (
+        (32, 32),
+        32,
+        lambda a, b, scc: (min(a, b, key=signed), int(signed(a) < signed(b))),
+    ),
+    "s_max_i32": (
+        (32, 32),
+        32,
+        lambda a, b, scc: (max(a, b, key=signed), int(signed(a) > signed(b))),
+    ),
     "s_min_u32": ((32, 32), 32, lambda a, b, scc: (min(a, b), int(a < b))),
     "s_max_u32": ((32, 32), 32, lambda a, b, scc: (max(a, b), int(a > b))),
     "s_abs_i32": ((32,), 32, nonzero(lambda a: abs(signed(a)), 32)),
@@ -119,7 +127,10 @@ def test_scalar(mnemonic: str) -> None:
     source = random.Random(mnemonic)
     lines, scalars, wanted = [], {}, []
     for trial in range(40):
-        inputs = [source.choice((EDGES64 if n == 64 else EDGES32) + [source.getrandbits(n)]) for n in widths]
+        inputs = [
+            source.choice((EDGES64 if n == 64 else EDGES32) + [source.getrandbits(n)])
+            for n in widths
+        ]
         scc = trial & 1
         registers = {10 + 2 * k: x for k, x in enumerate(inputs)}
         operands = [
@@ -128,7 +139,7 @@ def test_scalar(mnemonic: str) -> None:
         ]
         target = "s[2:3]" if width == 64 else "s2"
         lines = [f"{mnemonic} {target}, {', '.join(operands)}"]
-        scalars = {k: x for k, x in registers.items()}
+        scalars = dict(registers)
         for k, n in enumerate(widths):
             if n == 64:
                 scalars[11 + 2 * k] = 0
@@ -245,7 +256,9 @@ def test_branches(condition: str, taken: bool) -> None:
 
 
 def test_loop() -> None:
-    code = ".top:\ns_add_u32 s1, s1, s0\ns_sub_u32 s0, s0, 1\ns_cmp_lg_u32 s0, 0\ns_cbranch_scc1 .top"
+    code = (
+        ".top:\ns_add_u32 s1, s1, s0\ns_sub_u32 s0, s0, 1\ns_cmp_lg_u32 s0, 0\ns_cbranch_scc1 .top"
+    )
     assert run(code, s={0: 10, 1: 0}).s(1) == 55
 
 

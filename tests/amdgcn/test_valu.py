@@ -18,20 +18,83 @@ from .snippet import run
 
 M32, M64 = (1 << 32) - 1, (1 << 64) - 1
 EDGES: dict[str, list[Any]] = {
-    "u32": [0, 1, 2, 5, 31, 32, 33, 63, 0x7FFF, 0x8000, 0xFFFF, 0x10000, 0xFFFFFF, 0x1000000]
-    + [0x7FFFFFFF, 0x80000000, 0x80000001, 0xFFFFFFFE, 0xFFFFFFFF, 0x12345678, 0xDEADBEEF],
+    "u32": [
+        0,
+        1,
+        2,
+        5,
+        31,
+        32,
+        33,
+        63,
+        0x7FFF,
+        0x8000,
+        0xFFFF,
+        0x10000,
+        0xFFFFFF,
+        0x1000000,
+        0x7FFFFFFF,
+        0x80000000,
+        0x80000001,
+        0xFFFFFFFE,
+        0xFFFFFFFF,
+        0x12345678,
+        0xDEADBEEF,
+    ],
     "u16": [0, 1, 2, 7, 15, 16, 255, 256, 0x7FFF, 0x8000, 0x8001, 0xFFFE, 0xFFFF, 0x1234],
     "u64": [0, 1, 0xFFFFFFFF, 0x100000000, 1 << 63, (1 << 63) - 1, M64, 0x123456789ABCDEF0],
-    "f32": [0.0, -0.0, 1.0, -1.0, 0.5, 1.5, 2.5, -2.5, 3.999, 1e-45, -1e-40, 2.0**-126, 3.4e38]
-    + [-3.4e38, math.inf, -math.inf, math.nan, 65504.0, 1e10, -3e9, 5e9, 0.1, 1 / 3, 1e-30],
+    "f32": [
+        0.0,
+        -0.0,
+        1.0,
+        -1.0,
+        0.5,
+        1.5,
+        2.5,
+        -2.5,
+        3.999,
+        1e-45,
+        -1e-40,
+        2.0**-126,
+        3.4e38,
+        -3.4e38,
+        math.inf,
+        -math.inf,
+        math.nan,
+        65504.0,
+        1e10,
+        -3e9,
+        5e9,
+        0.1,
+        1 / 3,
+        1e-30,
+    ],
     "f16": [0.0, -0.0, 1.0, -1.0, 0.5, 2.5, 65504.0, -65504.0, 6e-8, math.inf, math.nan, 0.1],
-    "f64": [0.0, -0.0, 1.0, -1.5, 2.5, 1e-320, 2.0**-1022, 1.7e308, -1e300, math.inf]
-    + [-math.inf, math.nan, 0.1, 1 / 3, 1e10, -3e9, 5e9, 7.0],
+    "f64": [
+        0.0,
+        -0.0,
+        1.0,
+        -1.5,
+        2.5,
+        1e-320,
+        2.0**-1022,
+        1.7e308,
+        -1e300,
+        math.inf,
+        -math.inf,
+        math.nan,
+        0.1,
+        1 / 3,
+        1e10,
+        -3e9,
+        5e9,
+        7.0,
+    ],
 }
 EDGES["i32"] = [x - (1 << 32) if x >> 31 else x for x in EDGES["u32"]]
 EDGES["i16"] = [x - (1 << 16) if x >> 15 else x for x in EDGES["u16"]]
 EDGES["i64"] = [x - (1 << 64) if x >> 63 else x for x in EDGES["u64"]]
-DTYPE = {
+DTYPE: dict[str, Any] = {
     "u32": np.uint32,
     "i32": np.int32,
     "u16": np.uint16,
@@ -307,6 +370,7 @@ CASES: dict[str, tuple[str, Callable[..., Any]]] = {
         "f32 f32 -> u32",
         lambda a, b: half_toward_zero(a) | half_toward_zero(b) << 16,
     ),
+    "v_cvt_pk_f16_f32": ("f32 f32 -> u32", lambda a, b: half_bits(a) | half_bits(b) << 16),
     "v_pack_b32_f16": ("f16 f16 -> u32", lambda a, b: half_bits(a) | half_bits(b) << 16),
     "v_add_f64": ("f64 f64 -> f64", add),
     "v_mul_f64": ("f64 f64 -> f64", mul),
@@ -433,6 +497,8 @@ def values(kind: str, seed: int) -> list[Any]:
 
 
 def assert_lanes(found: Any, wanted: list[Any], kind: str, inputs: Any = None) -> None:
+    want: list[Any]
+    got: list[Any]
     if kind[0] != "f":
         n = BITS[kind]
         got = [int(x) & ((1 << n) - 1) for x in found]
@@ -496,7 +562,7 @@ COMPARE: dict[str, Callable[[Any, Any], bool]] = {
     "ge": lambda a, b: a >= b,
     "ne": lambda a, b: a != b,
     "lg": lambda a, b: a < b or a > b,
-    "neq": lambda a, b: not a == b,
+    "neq": lambda a, b: a != b,
     "nlt": lambda a, b: not a < b,
     "nle": lambda a, b: not a <= b,
     "ngt": lambda a, b: not a > b,
@@ -577,7 +643,8 @@ def test_multiply_accumulate() -> None:
     assert_lanes(out.v(4, np.float32), [fma32(x, 3.0, z) for x, z in zip(a, c, strict=True)], "f32")
     out = run("v_fmaak_f32 v4, v1, v2, 0x40400000", v=registers)
     assert_lanes(out.v(4, np.float32), [fma32(x, y, 3.0) for x, y in zip(a, b, strict=True)], "f32")
-    out = run("v_mac_f32_e32 v3, v1, v2", v={1: 3.0, 2: 5.0, 3: 1.0} | {})
+    out = run("v_mac_f32_e32 v3, v1, v2", v={1: np.float32(3), 2: np.float32(5), 3: np.float32(1)})
+    assert (out.v(3, np.float32) == 16).all()
     a, b, c = (values("f64", k) for k in (3, 4, 5))
     registers = {2: np.array(a), 4: np.array(b), 6: np.array(c)}
     out = run("v_fmac_f64_e32 v[6:7], v[2:3], v[4:5]", v=registers)

@@ -61,7 +61,7 @@ class Plain:
 PLAIN: dict[str, Plain] = {}
 
 
-def _add(result: int, sources: str, *, keep_high: bool = False, **functions: Any) -> None:
+def _add(result: int, sources: str, *, keep_high: Any = False, **functions: Any) -> None:
     kinds = tuple(TYPES[s] for s in sources.split())
     for name, function in functions.items():
         assert f"v_{name}" not in PLAIN
@@ -77,7 +77,7 @@ def _low5(a: Array) -> Array:
 
 
 def _reverse(function: Any) -> Callable[[Array, Array], Array]:
-    return lambda a, b: function(b, a)  # type: ignore[no-any-return]
+    return lambda a, b: function(b, a)
 
 
 def _mul_legacy(a: Array, b: Array) -> Array:
@@ -86,14 +86,19 @@ def _mul_legacy(a: Array, b: Array) -> Array:
 
 def _fract(a: Array) -> Array:
     one_less = np.nextafter(a.dtype.type(1), a.dtype.type(0))
-    return np.where(np.isinf(a), a.dtype.type(np.nan), np.minimum(a - np.floor(a), one_less))
+    value: Array = np.where(
+        np.isinf(a), a.dtype.type(np.nan), np.minimum(a - np.floor(a), one_less)
+    )
+    return value
 
 
 def _ldexp(a: Array, b: Array) -> Array:
     # float64 first: numpy's own rounding of float32 denormals is then one exact step
     if a.dtype == f32:
-        return np.ldexp(a.astype(f64), np.clip(b, -600, 600)).astype(f32)
-    return np.ldexp(a, np.clip(b, -4000, 4000))
+        value: Array = np.ldexp(a.astype(f64), np.clip(b, -600, 600)).astype(f32)
+        return value
+    value = np.ldexp(a, np.clip(b, -4000, 4000))
+    return value
 
 
 def _frexp_exp(a: Array) -> Array:
@@ -134,7 +139,8 @@ def _bfe_i32(a: Array, b: Array, c: Array) -> Array:
     field = (a >> offset).view(u32) & ((u32(1) << width.view(u32)) - u32(1))
     sign = np.where(width == 0, u32(0), u32(1) << ((width - i32(1)) & i32(31)).view(u32))
     extended = ((field ^ sign) - sign).view(i32)
-    return np.where(offset + width > 32, a >> offset, extended)
+    value: Array = np.where(offset + width > 32, a >> offset, extended)
+    return value
 
 
 def _perm(a: Array, b: Array, c: Array) -> Array:
@@ -177,7 +183,9 @@ def _lowest_bit(a: Array) -> Array:
 
 
 def _highest_bit_signed(a: Array) -> Array:
-    return np.where((a == 0) | (a == -1), u32(0xFFFFFFFF), _highest_bit((a ^ (a >> i32(31))).view(u32)))
+    return np.where(
+        (a == 0) | (a == -1), u32(0xFFFFFFFF), _highest_bit((a ^ (a >> i32(31))).view(u32))
+    )
 
 
 def _alignbit(a: Array, b: Array, c: Array) -> Array:
@@ -194,12 +202,17 @@ def _byte_to_f32(k: int) -> Callable[[Array], Array]:
 
 
 def _pack_bf16(a: Array, b: Array) -> Array:
-    return bf16_bits(a) | (bf16_bits(b) << u32(16))
+    value: Array = bf16_bits(a) | (bf16_bits(b) << u32(16))
+    return value
 
 
 def _pack_f16_rtz(a: Array, b: Array) -> Array:
     low, high = (f16_toward_zero(x).view(u16).astype(u32) for x in (a, b))
     return low | (high << u32(16))
+
+
+def _pack_f16(a: Array, b: Array) -> Array:
+    return _pack_halves(a.astype(np.float16), b.astype(np.float16))
 
 
 def _pack_halves(a: Array, b: Array) -> Array:
@@ -251,6 +264,7 @@ _add(F16, "i16", cvt_f16_i16=lambda a: a.astype(np.float16))
 for _n in range(4):
     _add(F32, "u32", **{f"cvt_f32_ubyte{_n}": _byte_to_f32(_n)})
 _add(U32, "f32 f32", cvt_pk_bf16_f32=_pack_bf16, cvt_pkrtz_f16_f32=_pack_f16_rtz)
+_add(U32, "f32 f32", cvt_pk_f16_f32=_pack_f16)
 _add(U32, "f16 f16", pack_b32_f16=_pack_halves)
 
 _add(U32, "u32 u32", add_u32=np.add, sub_u32=np.subtract, subrev_u32=_reverse(np.subtract))

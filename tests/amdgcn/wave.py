@@ -133,7 +133,8 @@ class Wave:
         out = np.empty((low.shape[0], 2), np.uint32)
         out[:, 0] = low
         out[:, 1] = words[row + 1]
-        return out.view(DTYPES[kind])[:, 0]
+        value: Array = out.view(DTYPES[kind])[:, 0]
+        return value
 
     def set_wide(self, row: int, value: Array, where: Any) -> None:
         # Two 32 bit copies; the value may be one element or 64.

@@ -1,9 +1,9 @@
 """One set of test functions, run on the backend that SPECTRUE_TEST_BACKEND names.
 
-    reference   plain torch on the CPU (default)
-    interpret   Triton's interpreter on the CPU; needs TRITON_INTERPRET=1 from the start
-    gfx90a, gfx942, gfx950   compiled AMD code, executed on the CPU (tests/amdgcn)
-    cuda        Triton on a GPU
+reference   plain torch on the CPU (default)
+interpret   Triton's interpreter on the CPU; needs TRITON_INTERPRET=1 from the start
+gfx90a, gfx942, gfx950   compiled AMD code, executed on the CPU (tests/amdgcn)
+cuda        Triton on a GPU
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from torch import Tensor
 
 from spectrue.kernels import dispatch
 
@@ -22,24 +23,46 @@ BACKEND = os.environ.get("SPECTRUE_TEST_BACKEND", "reference")
 
 @dataclass(frozen=True)
 class Tier:
-    """How far a backend's parameters go."""
+    """How far a backend's parameters go: what runs on a GPU in no time takes minutes elsewhere."""
 
     max_vocab: int
     max_batch: int
     bf16: bool  # whether half precision is computed as on hardware
-    statistics: int  # rows that a distribution test may draw
+    draws: int  # of a distribution test
+    exact: bool = False  # float64, and equal to the bit where the reference is
+
+    def vocabs(self, *sizes: int) -> list[int]:
+        return [size for size in sizes if size <= self.max_vocab]
+
+    @property
+    def floats(self) -> list[torch.dtype]:
+        return [torch.float32, torch.float64] if self.exact else [torch.float32]
 
 
 TIERS = {
-    "reference": Tier(max_vocab=248320, max_batch=256, bf16=True, statistics=1_000_000),
-    "cuda": Tier(max_vocab=248320, max_batch=256, bf16=True, statistics=1_000_000),
-    "interpret": Tier(max_vocab=32000, max_batch=8, bf16=False, statistics=2_000),
+    "reference": Tier(max_vocab=248320, max_batch=256, bf16=True, draws=100_000, exact=True),
+    "cuda": Tier(max_vocab=248320, max_batch=256, bf16=True, draws=1_000_000),
+    "interpret": Tier(max_vocab=32000, max_batch=8, bf16=False, draws=1_000),
     **dict.fromkeys(
         ("gfx90a", "gfx942", "gfx950"),
-        Tier(max_vocab=4097, max_batch=8, bf16=True, statistics=20_000),
+        Tier(max_vocab=4097, max_batch=8, bf16=True, draws=20_000),
     ),
 }
 TIER = TIERS[BACKEND]
+SLOW_BACKEND = BACKEND not in ("reference", "cuda")  # a program at a time, in Python
+
+
+def rng(seed: int) -> torch.Generator:
+    """A generator of the device that tensors are made on."""
+    return torch.Generator(device=torch.get_default_device()).manual_seed(seed)
+
+
+def spread(rows: list[Tensor] | list[int], limit: int) -> list[int]:
+    """Indices of at most `limit` of the rows, evenly spaced and with the last."""
+    n = len(rows)
+    if n <= limit:
+        return list(range(n))
+    return sorted({round(i * (n - 1) / (limit - 1)) for i in range(limit)})
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -7,7 +7,9 @@ they were scattered into the pool.
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -134,6 +136,15 @@ class Case:
         return got
 
 
+@pytest.fixture(autouse=True)
+def _large_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter's time goes by the tile, whatever its size."""
+    if BACKEND == "interpret":
+        from spectrue.kernels import triton_attention
+
+        monkeypatch.setitem(triton_attention.TILES, ("wave64", True), (64, 64, 2, 4))
+
+
 RAGGED: dict[str, list[Shape]] = {
     "one decode": [(1, 33)],
     "first token": [(1, 1)],
@@ -163,7 +174,9 @@ if not SMALL:
 @pytest.mark.parametrize("dtype", [torch.bfloat16] if SMALL else DTYPES)
 @pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_dim"), HEADS)
 def test_heads(num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> None:
-    shapes = [(4, 70), (1, 130)] if SMALL else [(5, 70), (1, 140), (19, 30)]
+    shapes = [(5, 70), (1, 140)]
+    if BACKEND in ("reference", "cuda"):
+        shapes.append((19, 30))
     Case(shapes, num_heads, num_kv_heads, head_dim, dtype=dtype).check()
     if BACKEND in ("reference", "cuda"):
         Case([(2, 50), (1, 9)], num_heads, num_kv_heads, head_dim, dtype=dtype).check()
@@ -174,7 +187,7 @@ def test_block_sizes(block_size: int) -> None:
     Case([(3, 100), (1, 64), (2, 65)], block_size=block_size).check()
 
 
-EDGES = [127, 129, 257] if SMALL else [15, 16, 17, 63, 64, 65, 127, 128, 129, 255, 256, 257, 511]
+EDGES = [129, 257] if SMALL else [15, 16, 17, 63, 64, 65, 127, 128, 129, 255, 256, 257, 511]
 
 
 @pytest.mark.parametrize("seq_len", EDGES)
@@ -192,7 +205,7 @@ def test_edges_of_blocks_tiles_and_splits(seq_len: int, query_len: int) -> None:
 
 
 @pytest.mark.skipif(SMALL, reason="minutes of interpreted instructions")
-@pytest.mark.parametrize("seq_len", [4095, 4096, 4097, 6000])
+@pytest.mark.parametrize("seq_len", [4097] if BACKEND == "interpret" else [4095, 4096, 4097, 6000])
 def test_long_context(seq_len: int) -> None:
     Case([(1, seq_len), (1, 3)], num_heads=2, num_kv_heads=1).check()
     Case([(3, seq_len)], num_heads=2, num_kv_heads=1, block_size=64).check()
@@ -204,13 +217,13 @@ def test_one_split_or_many_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.skip("a plan is Triton's")
     from spectrue.kernels import triton_attention
 
-    shapes = [(4, 300), (1, 600), (2, 129), (0, 0), (1, 128), (3, 3)]
+    shapes = [(4, 300), (1, 600), (2, 129), (0, 0), (1, 128)]
     outs = []
     for num_splits in (1, 2, 8):
         for block_m, block_n in ((16, 32), (64, 128)):
             plan = triton_attention.Plan(block_m, block_n, num_splits, 4, 2)
             monkeypatch.setattr(triton_attention, "_plan", lambda plan=plan, **_: plan)
-            outs.append(Case(shapes, padding=2).check())
+            outs.append(Case(shapes, 2, 1, padding=2).check())
     for out in outs:
         torch.testing.assert_close(out, outs[0], rtol=1e-5, atol=1e-5)
 
@@ -239,7 +252,7 @@ if not SMALL:
 def test_trees(shapes: list[Shape], dtype: torch.dtype) -> None:
     rng = random.Random(sum(map(sum, shapes)))
     tree = [random_tree(query_len, rng) for query_len, _ in shapes]
-    Case(shapes, tree=tree, padding=3, dtype=dtype).check()
+    Case(shapes, 2, 1, tree=tree, padding=3, dtype=dtype).check()
 
 
 def test_siblings_do_not_see_one_another() -> None:
@@ -260,15 +273,24 @@ def test_a_tree_that_is_a_chain_is_causal() -> None:
     )
 
 
-@pytest.mark.parametrize("padding", [1, 7, 40])
-@pytest.mark.parametrize("max_seq_len", [None, 128])
-def test_padding_is_zero(padding: int, max_seq_len: int | None) -> None:
+@pytest.fixture
+def _unwritten_memory_is_nan() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True, warn_only=True)  # torch.empty then fills with NaN
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.usefixtures("_unwritten_memory_is_nan")
+@pytest.mark.filterwarnings("ignore:.*deterministic")
+@pytest.mark.parametrize("padding", [7] if SMALL else [1, 7, 40])
+@pytest.mark.parametrize("longest", [100, 300])  # one split, and more
+def test_padding_is_zero(padding: int, longest: int) -> None:
     """Rows after the last request, requests without rows, and requests without KV."""
-    shapes = [(1, 100), (1, 0), (0, 0), (1, 5), (0, 7)]
-    got = Case(shapes, padding=padding).check(max_seq_len=max_seq_len or 112)
+    shapes = [(1, longest), (1, 0), (0, 0), (1, 5), (0, 7)]
+    got = Case(shapes, padding=padding).check()
     assert not bool(got[[1, *range(3, 3 + padding)]].any())
     assert not bool(Case([(1, 0), (0, 0)], padding=padding).check().any())
-    Case([(20, 40), (0, 0), (1, 60)], padding=padding).check()
+    Case([(20, 40), (0, 0), (1, longest)], padding=padding).check()
 
 
 def test_a_larger_bound_of_the_query_length() -> None:
@@ -303,7 +325,7 @@ def test_float64_is_computed_in_float64() -> None:
 
 
 def test_wrong_arguments_are_named() -> None:
-    good = {
+    good: dict[str, Any] = {
         "query": torch.zeros(3, 4, 16),
         "kv": torch.zeros(32, 2, 2, 16),
         "block_tables": torch.zeros(2, 2, dtype=torch.int32),
@@ -313,7 +335,7 @@ def test_wrong_arguments_are_named() -> None:
         "max_query_len": 2,
         "max_seq_len": 2,
     }
-    bad = {
+    bad: dict[str, list[Any]] = {
         "query": [torch.zeros(3, 64), torch.zeros(3, 4, 8), torch.zeros(3, 16, 4).transpose(1, 2)],
         "kv": [torch.zeros(32, 2, 3, 16), torch.zeros(32, 2, 2, 32), good["kv"].double()],
         "block_tables": [torch.zeros(2, 2).long(), torch.zeros(3, 2).int()],

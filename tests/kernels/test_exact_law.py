@@ -218,7 +218,10 @@ def run_match(case: Case, batch: Batch) -> Outputs:
     uniforms = torch.tensor(batch.uniforms, dtype=torch.float64).flatten()
     tokens = torch.tensor([t for p in batch.paths for t in p], dtype=torch.int64)
     output, *_ = verify_match(
-        draw_inverse_cdf(RowLaw(rows), uniforms), tokens, torch.arange(1, n + 1) * k, valid_rows(rows)
+        draw_inverse_cdf(RowLaw(rows), uniforms),
+        tokens,
+        torch.arange(1, n + 1) * k,
+        valid_rows(rows),
     )
     return collect(output, batch.weights)
 

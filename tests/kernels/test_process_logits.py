@@ -245,7 +245,9 @@ def test_top_p_that_is_reached_exactly(vocab_size: int, kept: int) -> None:
 def test_top_p_of_one_changes_nothing() -> None:
     row = logits_of(4097, 3, ties=False, scale=30.0)
     with_it, without = batch([Row(row), Row(row, top_p=1 - 1e-6)], torch.float32)
-    assert torch.equal(with_it, process_logits(torch.tensor([row]), temperature=torch.ones(1)).scaled()[0])
+    assert torch.equal(
+        with_it, process_logits(torch.tensor([row]), temperature=torch.ones(1)).scaled()[0]
+    )
     assert int((with_it > -INF).sum()) == 4097
     assert int((without > -INF).sum()) < 4097  # the check can fail
 

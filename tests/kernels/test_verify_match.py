@@ -5,7 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from spectrue.kernels import reference
 from spectrue.kernels.dispatch import PLACEHOLDER_TOKEN_ID, verify_match
+
+from .conftest import TIER, rng
 
 PAD = PLACEHOLDER_TOKEN_ID
 
@@ -73,3 +76,96 @@ def test_match_judges_only_rows_that_the_walk_reaches() -> None:
 @pytest.mark.parametrize("draft", [-1, 97, 2**31 - 1, -(2**31)])
 def test_match_rejects_ids_outside_the_vocabulary(draft: int) -> None:
     assert match([4, 5], [draft], [1])[0] == [[4, PAD]]
+
+
+def walk_tree(
+    target: list[int], draft: list[int], parents: list[int], valid: list[bool]
+) -> tuple[list[int], list[int], bool]:
+    """One request in plain Python: tokens, rows of the accepted drafts, whether it must end."""
+    tokens: list[int] = []
+    rows: list[int] = []
+    row = 0
+    while True:
+        if not valid[row]:
+            return tokens, rows, True
+        tokens.append(target[row])
+        children = [i for i, p in enumerate(parents) if p == row and draft[i] == target[row]]
+        if not children:
+            return tokens, rows, False
+        row = children[0] + 1
+        rows.append(row)
+
+
+def test_match_over_a_tree_by_hand() -> None:
+    # Two roots' children (9 twice: equal siblings), a child of the first 9, one of the second.
+    draft, parents = [7, 9, 9, 4, 5], [0, 0, 0, 2, 3]
+    target = [9, 0, 4, 5, 8, 6]
+    valid = torch.ones(6, dtype=torch.bool)
+    result = verify_match(
+        torch.tensor(target),
+        torch.tensor(draft),
+        torch.tensor([5]),
+        valid,
+        parents=torch.tensor(parents),
+    )
+    assert result.output_token_ids.tolist() == [[9, 4, 8, PAD, PAD, PAD]]
+    assert result.accepted_rows.tolist() == [[2, 4, -1, -1, -1]]
+    assert result.num_accepted.tolist() == [2]
+
+
+@pytest.mark.parametrize("invalid_share", [0.0, 0.15])
+def test_match_over_random_trees(invalid_share: float) -> None:
+    generator = rng(4)
+    n = min(40, TIER.max_batch)
+    sizes = [int(k) for k in torch.randint(0, 41, (n,), generator=generator)]
+    sizes[:3] = [0, 1, 40]
+    draft, parents, target, valid, expected = [], [], [], [], []
+    for k in sizes:
+        ids = torch.randint(0, 3, (2 * k + 1,), generator=generator).tolist()
+        before = [int(torch.randint(0, i + 1, (), generator=generator)) for i in range(k)]
+        good = (torch.rand(k + 1, generator=generator) >= invalid_share).tolist()
+        draft += ids[:k]
+        parents += before
+        target += ids[k:]
+        valid += good
+        expected.append(walk_tree(ids[k:], ids[:k], before, good))
+    result = verify_match(
+        torch.tensor(target),
+        torch.tensor(draft),
+        torch.tensor(sizes).cumsum(0),
+        torch.tensor(valid),
+        parents=torch.tensor(parents),
+    )
+    width = max(sizes)
+    for b, (tokens, rows, invalid) in enumerate(expected):
+        pad = [PAD] * (width + 1 - len(tokens))
+        assert result.output_token_ids[b].tolist() == tokens + pad
+        assert result.accepted_rows[b].tolist() == rows + [-1] * (width - len(rows))
+        assert int(result.num_accepted[b]) == len(rows)
+        assert bool(result.invalid[b]) == invalid
+
+
+def test_a_chain_is_a_tree() -> None:
+    generator = rng(5)
+    ks = [3, 0, 5, 1]
+    target = torch.randint(0, 2, (sum(ks) + len(ks),), generator=generator)
+    draft = torch.randint(0, 2, (sum(ks),), generator=generator)
+    chain = torch.tensor([i for k in ks for i in range(k)])
+    valid = torch.ones(len(target), dtype=torch.bool)
+    cu = torch.tensor(ks).cumsum(0)
+    for op in (verify_match, reference.verify_match):
+        as_chain = op(target, draft, cu, valid)
+        as_tree = op(target, draft, cu, valid, parents=chain)
+        assert all(torch.equal(a, b) for a, b in zip(as_chain, as_tree, strict=True))
+
+
+def test_a_parent_that_comes_later_is_never_followed() -> None:
+    """Parents that form a ring must not make the walk endless."""
+    result = verify_match(
+        torch.tensor([1, 1, 1]),
+        torch.tensor([1, 1]),
+        torch.tensor([2]),
+        torch.ones(3, dtype=torch.bool),
+        parents=torch.tensor([2, 1]),
+    )
+    assert result.output_token_ids.tolist() == [[1, PAD, PAD]]
