@@ -143,7 +143,8 @@ def _op(specification: Callable[P, T]) -> Callable[P, T]:
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
         platform = platform_of(_device(*args, *kwargs.values()))
         backend = _override.get() or _DEFAULT[platform]
-        return _implementation(backend, name, platform)(*args, **kwargs)
+        implementation: Callable[P, T] = _implementation(backend, name, platform)
+        return implementation(*args, **kwargs)
 
     return call
 
@@ -166,15 +167,15 @@ def _implementation(backend: str, name: str, platform: Platform) -> Callable[...
     if module is None:
         raise NotImplementedError(f"{name} has no implementation {where}")
     try:
-        found = getattr(importlib.import_module(module), name)
+        implementation: Callable[..., Any] = getattr(importlib.import_module(module), name)
     except ModuleNotFoundError as error:
         if error.name != "triton":
             raise
         raise NotImplementedError(
             f"{name} {where} needs triton: pip install 'spectrue[gpu]'"
         ) from error
-    BACKENDS[backend][name] = found
-    return found
+    BACKENDS[backend][name] = implementation
+    return implementation
 
 
 uniform = _op(reference.uniform)

@@ -35,7 +35,8 @@ def process_logits(
     order of their token ids. At least one token always stays.
 
     A temperature-0 row keeps its values after the mask and is not truncated: it is decided by
-    its argmax. float32 inside, float64 for float64 logits. A row that holds NaN or +inf, or -inf only, is still refused by `valid_rows`.
+    its argmax. A row that holds NaN or +inf, or -inf only, is still refused by `valid_rows`.
+    float32 inside, float64 for float64 logits.
 
     Raises ValueError for penalties without the three strengths.
     """

@@ -67,6 +67,12 @@ def unpack(packed):
 
 
 @triton.jit
+def not_above(a, b):
+    """1 where a <= b, 0 elsewhere, of small ints: by shifts, since masks fill AMD's registers."""
+    return ((a - b - 1) >> 31) & 1
+
+
+@triton.jit
 def middle(low, high):
     """Between two int32, rounded up, without the overflow of their sum."""
     return low + ((high - low).to(tl.uint32, bitcast=True) + 1 >> 1).to(tl.int32, bitcast=True)

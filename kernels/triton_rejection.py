@@ -34,7 +34,7 @@ from spectrue.kernels.triton_launch import launch
 from spectrue.kernels.triton_rows import row_totals, with_chunks
 from spectrue.kernels.triton_verify import span, widest
 
-CHUNKS = 32  # of a residual program
+CHUNKS = 16  # of a residual program
 _MAX_PROB = tl.constexpr(1 + 1e-5)  # rounding of exp(logit / T - log normaliser)
 _TOLERANCE = tl.constexpr(1e-3)
 # What the accept kernel found at the row where a request stops.

@@ -239,7 +239,7 @@ def _cut_kernel(
                 ties = tl.where(at_key > pivot, few, tl.minimum(few, ties))
                 pivot = at_key
         # Is the answer among the candidates? Without top_k's pivot top_p has no whole to refer to,
-        # unless there is no top_k. And where all from min_p's floor up are here, no cut looks below.
+        # unless there is no top_k. Where all from min_p's floor up are here, no cut looks below it.
         log_low, floor = _floor(low, peak, scale)
         by_floor = reach <= floor
         ok = enough | ((p >= 1) & by_floor) | ((p < 1) & (k == vocab_size) & (reached | by_floor))
@@ -482,6 +482,7 @@ def truncate(
         REACH=REACH,
         SLOTS=num_slots,
         BLOCK=block,
+        num_warps=4 if block <= 1024 else 8,
     )
     launch(
         _gather_kernel,
@@ -517,9 +518,9 @@ def truncate(
         *(pivot, last_tie, flag, *rows),
         *(law.temperature, *chunks, *cuts, vocab_size, num_chunks),
         SHIFT=shift,
-        CHUNKS=min(64, block),
+        CHUNKS=min(32, block),
         CHUNK=CHUNK,
         BLOCK=block,
-        num_warps=16,
+        num_warps=8,
     )
     return replace(law, pivot=pivot, last_tie=last_tie)

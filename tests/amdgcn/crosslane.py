@@ -32,7 +32,7 @@ def decode_readfirstlane(ins: Instruction, layout: Layout) -> Run:
     def run(w: Wave) -> None:
         mask = w.exec
         lane = (mask & -mask).bit_length() - 1 if mask else 0
-        write(w, int(w.rows[U32][row][lane]))
+        write(w, w.rows[U32][row].item(lane))
 
     return run
 
@@ -43,7 +43,7 @@ def decode_readlane(ins: Instruction, layout: Layout) -> Run:
     write = scalar_writer(ins, parse_operand(ins.operands[0]), 32)
     row = _vector_row(ins, layout, ins.operands[1])
     lane = scalar_reader(ins, parse_operand(ins.operands[2]), 32)
-    return lambda w: write(w, int(w.rows[U32][row][lane(w) & 63]))
+    return lambda w: write(w, w.rows[U32][row].item(lane(w) & 63))
 
 
 def decode_writelane(ins: Instruction, layout: Layout) -> Run:

@@ -9,7 +9,7 @@ import numpy as np
 
 from .operands import Operand, Reader, Writer
 from .parser import Instruction
-from .wave import DTYPES, F16, F32, I16, LANE, LANES, U16, U32, Array, Wave
+from .wave import DTYPES, F16, F32, I16, LANE, LANES, U16, U32, Array, Wave, put
 
 _ROW, _IN_ROW = LANE & ~15, LANE & 15
 _CONTROLS = (
@@ -40,6 +40,7 @@ class Dpp:
     zero_fill: bool
     missing: Array  # ~exists
     complete: bool
+    write_full: Any  # the lanes written when all are on; True for all of them
 
     def read(self, w: Wave, value: Array) -> tuple[Array, Any]:
         """The moved value of 64 lanes, and the lanes to write (True for all).
@@ -49,14 +50,13 @@ class Dpp:
         """
         moved = value[self.source]
         if w.where is True:
-            valid = self.exists
-            if not self.complete:
+            if self.zero_fill and not self.complete:
                 moved[self.missing] = 0
-        else:
-            valid = self.exists & w.where[self.source]
-            moved[~valid] = 0
+            return moved, self.write_full
+        valid = self.exists & w.where[self.source]
+        moved[~valid] = 0
         write = self.enabled if self.zero_fill else self.enabled & valid
-        return moved, write if w.where is True else write & w.where
+        return moved, write & w.where
 
 
 def _source(ins: Instruction, control: str, argument: str) -> tuple[Array, Array]:
@@ -99,7 +99,16 @@ def decode_dpp(ins: Instruction) -> Dpp:
     rows, banks = ins.number("row_mask", 15), ins.number("bank_mask", 15)
     enabled = ((rows >> (LANE >> 4)) & (banks >> ((LANE & 15) >> 2)) & 1).astype(bool)
     zero_fill = "bound_ctrl" in ins.modifiers
-    return Dpp(np.where(exists, source, 0), exists, enabled, zero_fill, ~exists, bool(exists.all()))
+    written = enabled if zero_fill else enabled & exists
+    return Dpp(
+        np.where(exists, source, 0),
+        exists,
+        enabled,
+        zero_fill,
+        ~exists,
+        bool(exists.all()),
+        True if written.all() else written,
+    )
 
 
 def _selection(ins: Instruction, name: str) -> tuple[int, int]:
@@ -174,6 +183,6 @@ def sdwa_writer(ins: Instruction, row: int) -> Writer:
         bits = (words_of(value) & mask) << np.uint32(shift)
         if unused == "UNUSED_PRESERVE":
             bits = bits | (register & ~field)
-        np.copyto(register, bits, where=w.where)
+        put(register, bits, w.where)
 
     return write

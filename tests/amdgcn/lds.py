@@ -7,7 +7,11 @@ import numpy as np
 from .faults import Fault
 from .parser import Instruction
 from .races import ATOMIC, READ, WRITE, Access, RaceLog
-from .wave import POISON, Array, Wave
+from .wave import POISON, Array, Wave, any_of
+
+
+def _conflict(ins: Instruction, w: Wave) -> str:
+    return f"lanes of wave {w.index} write different values to one LDS place: {ins}"
 
 
 class Lds:
@@ -26,8 +30,8 @@ class Lds:
     def _check(
         self, ins: Instruction, w: Wave, lanes: Array, addresses: Array, size: int, what: str
     ) -> None:
-        outside = (addresses < 0) | (addresses > self.size - size)
-        if outside.any():
+        outside = addresses.view(np.uint64) > self.size - size  # negative ones become large
+        if any_of(outside):
             k = int(np.nonzero(outside)[0][0])
             raise Fault(
                 f"LDS {what} of {size} bytes out of bounds at {int(addresses[k])} "
@@ -40,7 +44,7 @@ class Lds:
         if self.track:
             self.log.note(Access(ins, w.index, READ, addresses, size))
         count = size // 4
-        if count and not (addresses & 3).any():
+        if count and not np.count_nonzero(addresses & 3):
             if count == 1:
                 value: Array = self.words[addresses >> 2][:, None]
                 return value
@@ -54,15 +58,21 @@ class Lds:
         self._check(ins, w, lanes, addresses, size, "write")
         if self.track:
             self.log.note(Access(ins, w.index, WRITE, addresses, size, data))
+        if size % 4 == 0 and not np.count_nonzero(addresses & 3):  # words instead of bytes
+            cells, wanted = (addresses >> 2)[:, None] + np.arange(size // 4), data.view(np.uint32)
+            self.words[cells] = wanted
+            if any_of(self.words[cells] != wanted):
+                raise Fault(_conflict(ins, w))
+            return
         places = addresses[:, None] + np.arange(size)
         self.data[places] = data
-        if (self.data[places] != data).any():
-            raise Fault(f"lanes of wave {w.index} write different values to one LDS place: {ins}")
+        if any_of(self.data[places] != data):
+            raise Fault(_conflict(ins, w))
 
     def cells(self, ins: Instruction, w: Wave, lanes: Array, addresses: Array, size: int) -> None:
         """For atomics: check and note."""
         self._check(ins, w, lanes, addresses, size, "atomic")
-        if (addresses % size).any():
+        if np.count_nonzero(addresses % size):
             raise Fault(f"misaligned LDS atomic: wave {w.index}, {ins}")
         if self.track:
             self.log.note(Access(ins, w.index, ATOMIC, addresses, size))

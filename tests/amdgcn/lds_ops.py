@@ -1,4 +1,4 @@
-"""ds_* instructions: LDS, and the exchanges between lanes that use its crossbar."""
+"""ds_* instructions that read, write or update LDS; the others are in exchange.py."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .wave import LANE, LANES, U16, U16H, U32, Array, Wave
 Run = Callable[[Wave], None]
 
 
-def _row(ins: Instruction, layout: Layout, operand: Operand, words: int = 1) -> int:
+def vector_row(ins: Instruction, layout: Layout, operand: Operand, words: int = 1) -> int:
     """The first row of a vector operand of so many words."""
     if not operand.vector or not operand.plain or operand.count != words:
         raise ins.refuse(f"'{operand.text}' is no vector operand of {words} words")
@@ -24,7 +24,7 @@ def _row(ins: Instruction, layout: Layout, operand: Operand, words: int = 1) -> 
     return layout.row(operand, U32)
 
 
-def _lanes_and(w: Wave, row: int, offset: int) -> tuple[Array, Array]:
+def lanes_and(w: Wave, row: int, offset: int) -> tuple[Array, Array]:
     """The lanes that are on and their LDS addresses."""
     address = w.rows[U32][row].astype(np.int64)
     if w.where is True:
@@ -35,7 +35,7 @@ def _lanes_and(w: Wave, row: int, offset: int) -> tuple[Array, Array]:
 
 def _put(w: Wave, row: int, lanes: Array, value: Array, kind: int = U32) -> None:
     if len(lanes) == LANES:
-        w.rows[kind][row][:] = value
+        w.rows[kind][row][...] = value
     else:
         w.rows[kind][row][lanes] = value
 
@@ -65,11 +65,11 @@ def decode_wide(ins: Instruction, layout: Layout) -> Run:
     operands = [parse_operand(o) for o in ins.operands]
     if match[1] == "read":
         target, address = operands
-        first = _row(ins, layout, target, words * len(offsets))
-        at = _row(ins, layout, address)
+        first = vector_row(ins, layout, target, words * len(offsets))
+        at = vector_row(ins, layout, address)
 
         def read(w: Wave) -> None:
-            lanes, base = _lanes_and(w, at, 0)
+            lanes, base = lanes_and(w, at, 0)
             if not len(lanes):
                 return
             lds = w.machine.lds
@@ -82,12 +82,12 @@ def decode_wide(ins: Instruction, layout: Layout) -> Run:
     address, *sources = operands
     if len(sources) != len(offsets):
         raise ins.refuse("operands")
-    at = _row(ins, layout, address)
-    firsts = [_row(ins, layout, s, words) for s in sources]
+    at = vector_row(ins, layout, address)
+    firsts = [vector_row(ins, layout, s, words) for s in sources]
     rows = [list(range(f, f + words)) for f in firsts]
 
     def write(w: Wave) -> None:
-        lanes, base = _lanes_and(w, at, 0)
+        lanes, base = lanes_and(w, at, 0)
         if len(lanes):
             for places, offset in zip(rows, offsets, strict=True):
                 data = register_bytes(w, places, lanes)
@@ -122,11 +122,15 @@ def decode_narrow(ins: Instruction, layout: Layout) -> Run:
     ins.accept("offset")
     size, signed, half = _NARROW[ins.mnemonic]
     target, address = (parse_operand(o) for o in ins.operands)
-    row, at, offset = _row(ins, layout, target), _row(ins, layout, address), ins.number("offset")
+    row, at, offset = (
+        vector_row(ins, layout, target),
+        vector_row(ins, layout, address),
+        ins.number("offset"),
+    )
     dtype = {(1, False): "u1", (1, True): "i1", (2, False): "u2", (2, True): "i2"}[size, signed]
 
     def run(w: Wave) -> None:
-        lanes, base = _lanes_and(w, at, offset)
+        lanes, base = lanes_and(w, at, offset)
         if not len(lanes):
             return
         data = w.machine.lds.load(ins, w, lanes, base, size)
@@ -143,10 +147,14 @@ def decode_narrow_write(ins: Instruction, layout: Layout) -> Run:
     ins.accept("offset")
     size, first = _NARROW_WRITE[ins.mnemonic]
     address, source = (parse_operand(o) for o in ins.operands)
-    at, row, offset = _row(ins, layout, address), _row(ins, layout, source), ins.number("offset")
+    at, row, offset = (
+        vector_row(ins, layout, address),
+        vector_row(ins, layout, source),
+        ins.number("offset"),
+    )
 
     def run(w: Wave) -> None:
-        lanes, base = _lanes_and(w, at, offset)
+        lanes, base = lanes_and(w, at, offset)
         if len(lanes):
             data = register_bytes(w, [row], lanes)[:, first : first + size]
             w.machine.lds.store(ins, w, lanes, base, data)
@@ -184,13 +192,13 @@ def decode_atomic(ins: Instruction, layout: Layout) -> Run:
     size = np.dtype(dtype).itemsize
     words, offset = size // 4, ins.number("offset")
     operands = [parse_operand(o) for o in ins.operands]
-    target = _row(ins, layout, operands.pop(0), words) if returns else 0
+    target = vector_row(ins, layout, operands.pop(0), words) if returns else 0
     address, source = operands
-    at, first = _row(ins, layout, address), _row(ins, layout, source, words)
+    at, first = vector_row(ins, layout, address), vector_row(ins, layout, source, words)
     rows = list(range(first, first + words))
 
     def run(w: Wave) -> None:
-        lanes, base = _lanes_and(w, at, offset)
+        lanes, base = lanes_and(w, at, offset)
         if not len(lanes):
             return
         lds = w.machine.lds
@@ -206,130 +214,10 @@ def decode_atomic(ins: Instruction, layout: Layout) -> Run:
     return run
 
 
-def decode_bpermute(ins: Instruction, layout: Layout) -> Run:
-    """Each lane reads the lane that its address (in bytes) names; lanes that are off give 0."""
-    ins.accept("offset")
-    target, address, source = (parse_operand(o) for o in ins.operands)
-    d, at, row = (_row(ins, layout, o) for o in (target, address, source))
-    offset = np.uint32(ins.number("offset"))
-
-    def run(w: Wave) -> None:
-        words = w.rows[U32]
-        lane = ((words[at] + offset) >> np.uint32(2)) & np.uint32(63)
-        value = words[row][lane]
-        if w.where is not True:
-            value = np.where(w.where[lane], value, np.uint32(0))
-        np.copyto(words[d], value, where=w.where)
-
-    return run
-
-
-def decode_permute(ins: Instruction, layout: Layout) -> Run:
-    """Each lane sends to the lane that its address names; of several, the highest lane wins."""
-    ins.accept("offset")
-    target, address, source = (parse_operand(o) for o in ins.operands)
-    d, at, row = (_row(ins, layout, o) for o in (target, address, source))
-    offset = np.uint32(ins.number("offset"))
-
-    def run(w: Wave) -> None:
-        words = w.rows[U32]
-        lane = ((words[at] + offset) >> np.uint32(2)) & np.uint32(63)
-        on = w.active()
-        value = np.zeros(LANES, np.uint32)
-        value[lane[on]] = words[row][on]
-        np.copyto(words[d], value, where=w.where)
-
-    return run
-
-
-def _swizzle(ins: Instruction) -> Array:
-    """The lane that each lane reads."""
-    text = ins.modifiers.get("offset", "0")
-    match = re.fullmatch(r"swizzle\((\w+),(.*)\)", text)
-    if not match:
-        offset = int(text, 0)
-    else:
-        numbers = [x.strip() for x in match[2].split(",")]
-        if match[1] == "QUAD_PERM":
-            offset = 0x8000 | sum(int(x) << (2 * i) for i, x in enumerate(numbers))
-        elif match[1] == "SWAP":
-            offset = (int(numbers[0]) << 10) | 31
-        elif match[1] == "REVERSE":
-            offset = ((int(numbers[0]) - 1) << 10) | 31
-        elif match[1] == "BROADCAST":
-            offset = (31 & ~(int(numbers[0]) - 1)) | (int(numbers[1]) << 5)
-        elif match[1] == "BITMASK_PERM":
-            # five characters, high bit first: 0, 1, p(ass) or i(nvert)
-            letters = numbers[0].strip('"')
-            bit = [16, 8, 4, 2, 1]
-            keep = sum(b for b, c in zip(bit, letters, strict=True) if c in "pi")
-            force = sum(b for b, c in zip(bit, letters, strict=True) if c == "1")
-            flip = sum(b for b, c in zip(bit, letters, strict=True) if c == "i")
-            offset = keep | force << 5 | flip << 10
-        else:
-            raise ins.refuse("swizzle")
-    if offset & 0x8000:
-        if offset & 0x7F00:
-            raise ins.refuse("swizzle mode")
-        order = np.array([(offset >> (2 * k)) & 3 for k in range(4)])
-        value: Array = (LANE & ~3) + order[LANE & 3]
-        return value
-    keep, force, flip = offset & 31, (offset >> 5) & 31, (offset >> 10) & 31
-    return (LANE & 32) + ((((LANE & 31) & keep) | force) ^ flip)
-
-
-def decode_swizzle(ins: Instruction, layout: Layout) -> Run:
-    ins.accept("offset")
-    source_lane = _swizzle(ins)
-    target, source = (parse_operand(o) for o in ins.operands)
-    d, row = _row(ins, layout, target), _row(ins, layout, source)
-
-    def run(w: Wave) -> None:
-        words = w.rows[U32]
-        value = words[row][source_lane]
-        if w.where is not True:
-            value = np.where(w.where[source_lane], value, np.uint32(0))
-        np.copyto(words[d], value, where=w.where)
-
-    return run
-
-
-def decode_transpose(ins: Instruction, layout: Layout) -> Run:
-    """ds_read_b64_tr_b16 and _b8 (gfx950): eight bytes a lane, transposed in groups of 16 lanes.
-
-    What the 16 lanes of a group read, one after the other, is a matrix of 16 columns; lane j of the
-    group gets column j: four halves, or eight bytes.
-    """
-    ins.accept("offset")
-    if ins.arch != "gfx950":
-        raise ins.refuse(f"not on {ins.arch}")
-    element = np.uint16 if ins.mnemonic.endswith("b16") else np.uint8
-    target, address = (parse_operand(o) for o in ins.operands)
-    d, at, offset = _row(ins, layout, target, 2), _row(ins, layout, address), ins.number("offset")
-
-    def run(w: Wave) -> None:
-        lanes, base = _lanes_and(w, at, offset)
-        if len(lanes) != LANES:
-            raise ins.refuse("with lanes off")
-        data = w.machine.lds.load(ins, w, lanes, base, 8)
-        matrix = np.ascontiguousarray(data).view(element).reshape(4, -1, 16)  # group, row, column
-        columns = np.ascontiguousarray(matrix.transpose(0, 2, 1)).reshape(LANES, -1)
-        words = columns.view(np.uint32)
-        w.rows[U32][d][:] = words[:, 0]
-        w.rows[U32][d + 1][:] = words[:, 1]
-
-    return run
-
-
 Decoder = Callable[[Instruction, Layout], Run]
 DECODERS: dict[str, Decoder] = {
     **dict.fromkeys(_WIDE, decode_wide),
     **dict.fromkeys(_NARROW, decode_narrow),
     **dict.fromkeys(_NARROW_WRITE, decode_narrow_write),
     **dict.fromkeys(_ATOMIC, decode_atomic),
-    "ds_bpermute_b32": decode_bpermute,
-    "ds_permute_b32": decode_permute,
-    "ds_swizzle_b32": decode_swizzle,
-    "ds_read_b64_tr_b16": decode_transpose,
-    "ds_read_b64_tr_b8": decode_transpose,
 }

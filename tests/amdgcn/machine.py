@@ -1,4 +1,10 @@
-"""Execute a program: workgroups one after another, their waves in turn between barriers."""
+"""Execute a program: workgroups one after another, their waves in turn between barriers.
+
+Known gaps: it was never compared with hardware. Missing waits (s_waitcnt) and hazards, caches and
+memory ordering, concurrency between workgroups, denormal modes and timing are not modelled: loads
+complete at once and a workgroup runs to its end before the next one starts. README.md has the
+whole list.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +14,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from . import crosslane, fp8, lds_ops, memory_ops, mfma, packed, salu, valu, valu_special
+from . import crosslane, exchange, fp8, lds_ops, memory_ops, mfma, packed, salu, valu, valu_special
 from .faults import Fault, Unsupported
 from .lds import Lds
 from .memory import Memory
@@ -26,6 +32,7 @@ DECODERS: dict[str, Callable[[Instruction, Layout], Run]] = {
     **crosslane.DECODERS,
     **memory_ops.DECODERS,
     **lds_ops.DECODERS,
+    **exchange.DECODERS,
     **mfma.DECODERS,
 }
 _CONDITIONS: dict[str, Callable[[Wave], object]] = {
@@ -48,6 +55,7 @@ class Block:
     start: int
     instructions: list[Instruction]
     runs: list[Run]
+    lines: list[Instruction]  # of the runs: those that do something
     after: Callable[[Wave], int]  # the next block, or _END or _BARRIER
     length: int  # with the branch
     executed: int = 0
@@ -89,9 +97,12 @@ def decode(text: str) -> Program:
         part = code[start:end]
         last = part[-1] if part[-1].mnemonic in CONTROL else None
         body = part[:-1] if last else part
-        runs = [decode_instruction(ins, layout) for ins in body]
+        decoded = [(decode_instruction(ins, layout), ins) for ins in body]
+        acting = [(run, ins) for run, ins in decoded if ins.mnemonic not in salu.IGNORED]
         after = _after(last, k + 1, source, number)
-        program.blocks.append(Block(start, part, runs, after, len(part)))
+        program.blocks.append(
+            Block(start, part, [r for r, _ in acting], [i for _, i in acting], after, len(part))
+        )
     return program
 
 
@@ -147,27 +158,28 @@ class Machine:
         self.waves = program.waves(waves)
         self.lds.track = memory.track = waves > 1
         self.executed = 0
+        self._user: list[tuple[int, int]] = []  # scalar register, value
+        self._axes: list[tuple[int, int]] = []  # scalar register, axis of the place
 
     def launch(
         self, grid: tuple[int, int, int], threads: int, kernarg: int, dispatch: int = 0
     ) -> None:
         """Run every workgroup, in random order if there is a generator."""
+        self._find_registers(kernarg, dispatch)
         groups = np.arange(grid[0] * grid[1] * grid[2])
         if self.random is not None:
             groups = self.random.permutation(groups)
         with np.errstate(all="ignore"):
             for group in groups.tolist():
                 x, rest = group % grid[0], group // grid[0]
-                self._workgroup((x, rest % grid[1], rest // grid[1]), threads, kernarg, dispatch)
+                self._workgroup((x, rest % grid[1], rest // grid[1]), threads)
 
-    def _workgroup(
-        self, place: tuple[int, int, int], threads: int, kernarg: int, dispatch: int
-    ) -> None:
+    def _workgroup(self, place: tuple[int, int, int], threads: int) -> None:
         self.lds.reset()
         for w in self.waves:
             first = w.index * LANES
             w.reset(self, min(LANES, threads - first))
-            self._start_registers(w, place, kernarg, dispatch)
+            self._start_registers(w, place)
             w.vectors[0] = LANE + first  # y and z, in higher bits, are 0
         live = list(self.waves)
         while live:
@@ -187,11 +199,17 @@ class Machine:
                 )
             live = waiting
 
-    def _start_registers(
-        self, w: Wave, place: tuple[int, int, int], kernarg: int, dispatch: int
-    ) -> None:
+    def _start_registers(self, w: Wave, place: tuple[int, int, int]) -> None:
         """User registers, then the workgroup's place, as the kernel descriptor asks for."""
+        for at, value in self._user:
+            w.s[at] = value
+        for at, axis in self._axes:
+            w.s[at] = place[axis]
+
+    def _find_registers(self, kernarg: int, dispatch: int) -> None:
+        """What the registers of every wave start with, and where its workgroup's place goes."""
         descriptor = self.program.source.descriptor
+        self._user, self._axes = [], []
         at = 0
         for name, size, pointer in (
             ("private_segment_buffer", 4, None),
@@ -204,13 +222,13 @@ class Machine:
         ):
             if descriptor.get(f"user_sgpr_{name}"):
                 if pointer:
-                    w.s[at], w.s[at + 1] = pointer & M32, pointer >> 32
+                    self._user += [(at, pointer & M32), (at + 1, pointer >> 32)]
                 at += size
         # Preloaded arguments follow; code that has them also loads them itself, at its entry.
         at = descriptor.get("user_sgpr_count", at)
-        for axis, number in zip("xyz", place, strict=True):
-            if descriptor.get(f"system_sgpr_workgroup_id_{axis}", int(axis == "x")):
-                w.s[at] = number
+        for axis, name in enumerate("xyz"):
+            if descriptor.get(f"system_sgpr_workgroup_id_{name}", int(name == "x")):
+                self._axes.append((at, axis))
                 at += 1
 
     def _run(self, w: Wave) -> None:
@@ -235,7 +253,7 @@ class Machine:
         except (Fault, IndexError, ValueError) as error:
             # The iterator knows how far it got.
             done = len(block.runs) - operator.length_hint(runs)
-            ins = block.instructions[max(0, done - 1)]
+            ins = block.lines[done - 1] if done else block.instructions[0]
             if str(ins) in str(error) and isinstance(error, Fault):
                 raise
             raise type(error)(f"{error} [wave {w.index} at {ins}]") from error

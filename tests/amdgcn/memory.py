@@ -12,7 +12,7 @@ import torch
 from .faults import Fault
 from .parser import Instruction
 from .races import ATOMIC, READ, WRITE, Access, RaceLog
-from .wave import Array
+from .wave import Array, any_of
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,10 @@ def _region(base: int, size: int, name: str, keep: object) -> Region:
     return Region(base, size, name, data, data[shift : shift + usable].view(np.uint32), shift, keep)
 
 
+def _conflict(ins: Instruction, wave: int) -> str:
+    return f"lanes of wave {wave} write different values to one place: {ins}"
+
+
 class Memory:
     """Regions by address, bounds checks, gather and scatter."""
 
@@ -43,6 +47,8 @@ class Memory:
         self._regions: list[Region] = []
         self._bases: list[int] = []
         self.log = RaceLog("global memory")
+        # Where each instruction (by its line) last went: most stay within one tensor.
+        self._last: dict[int, Region] = {}
         self.track = True  # false for workgroups of one wave
 
     def add(self, base: int, size: int, name: str, keep: object = None) -> None:
@@ -95,9 +101,16 @@ class Memory:
         self, ins: Instruction, wave: int, lanes: Array, addresses: Array, size: int, what: str
     ) -> list[tuple[Region, Array | slice]]:
         """Regions and the positions in `addresses` that lie in each."""
+        last = self._last.get(ins.line)
+        if last is not None:
+            # negative offsets become large numbers
+            offsets = (addresses - last.base).view(np.uint64)
+            if not any_of(offsets > last.size - size):
+                return [(last, slice(None))]
         low, high = int(addresses.min()), int(addresses.max()) + size
         region = self.find(low, high)
         if region is not None:
+            self._last[ins.line] = region
             return [(region, slice(None))]
         groups: list[tuple[Region, Array | slice]] = []
         left = np.arange(len(addresses))
@@ -121,7 +134,7 @@ class Memory:
         if len(groups) == 1 and words:
             region = groups[0][0]
             offsets = addresses - region.base - region.shift
-            if not (offsets & 3).any() and offsets.min() >= 0:
+            if not np.count_nonzero(offsets & 3) and not any_of(offsets < 0):
                 if words == 1:
                     value: Array = region.words[offsets >> 2][:, None]
                     return value
@@ -141,18 +154,28 @@ class Memory:
         groups = self._groups(ins, wave, lanes, addresses, size, "store")
         if self.track:
             self.log.note(Access(ins, wave, WRITE, addresses, size, data))
+        if len(groups) == 1 and size % 4 == 0:
+            region = groups[0][0]
+            offsets = addresses - region.base - region.shift
+            if not np.count_nonzero(offsets & 3) and not any_of(offsets < 0):
+                cells = (offsets >> 2)[:, None] + np.arange(size // 4)
+                words = data.view(np.uint32)
+                region.words[cells] = words
+                if any_of(region.words[cells] != words):
+                    raise Fault(_conflict(ins, wave))
+                return
         for region, where in groups:
             places = (addresses[where] - region.base)[:, None] + np.arange(size)
             wanted = data[where]
             region.data[places] = wanted
-            if (region.data[places] != wanted).any():
-                raise Fault(f"lanes of wave {wave} write different values to one place: {ins}")
+            if any_of(region.data[places] != wanted):
+                raise Fault(_conflict(ins, wave))
 
     def cells(
         self, ins: Instruction, wave: int, lanes: Array, addresses: Array, size: int
     ) -> list[tuple[Region, Array | slice]]:
         """For atomics: check, note, and say which region each lane's cell is in."""
-        if (addresses % size).any():
+        if np.count_nonzero(addresses % size):
             raise Fault(f"misaligned atomic: wave {wave}, {ins}")
         if self.track:
             self.log.note(Access(ins, wave, ATOMIC, addresses, size))

@@ -8,18 +8,14 @@ from typing import Any
 
 import numpy as np
 
+from .addressing import CACHE, all_lanes, buffer_addresses, global_addresses, operands_of
 from .atomics import OPERATIONS, compare_and_swap, update
 from .faults import Fault
-from .operands import Layout, Operand, parse_operand, scalar_reader
+from .operands import Layout, parse_operand, scalar_reader
 from .parser import Instruction
-from .wave import LANE, LANES, M0, U16, U16H, U32, Array, Wave
+from .wave import LANES, M0, U16, U16H, U32, Array, Wave, put
 
 Run = Callable[[Wave], None]
-# What Triton puts in the offset of a lane that is masked off, to fail the buffer's range check.
-MASKED_OFFSET = 1 << 31
-_MASKED_SPAN = 1 << 24  # constants are added to it
-_CACHE = ("glc", "slc", "sc0", "sc1", "nt")  # cache policy: no effect here, but glc/sc0 of atomics
-
 # bytes, signed, half written (None: the whole register)
 _LOADS: dict[str, tuple[int, bool, int | None]] = {
     "ubyte": (1, False, None),
@@ -49,99 +45,6 @@ _STORES: dict[str, tuple[int, int]] = {
     "dwordx4": (16, 0),
 }
 _TO_LDS = {"dword": 4, "dwordx3": 12, "dwordx4": 16}
-# A function of the wave: which lanes access memory, and their addresses.
-Addresses = Callable[[Wave, int], tuple[Array, Array]]
-
-
-def _all_lanes(w: Wave) -> Array:
-    return LANE if w.where is True else np.nonzero(w.where)[0]
-
-
-def _global_addresses(
-    ins: Instruction, layout: Layout, vector: Operand, scalar: Operand
-) -> Addresses:
-    offset = np.int64(ins.number("offset"))
-    if scalar.kind == "off":
-        if vector.kind != "v" or vector.count != 2:
-            raise ins.refuse("address")
-        row = layout.row(vector, U32)
-        layout.row(vector, U32, 1)
-
-        def wide(w: Wave, size: int) -> tuple[Array, Array]:
-            lanes = _all_lanes(w)
-            address = w.wide(row, 10)
-            return lanes, (address if len(lanes) == LANES else address[lanes]) + offset
-
-        return wide
-    base = scalar_reader(ins, scalar, 64)
-    if vector.kind != "v" or vector.count != 1:
-        raise ins.refuse("address")
-    row = layout.row(vector, U32)
-
-    def based(w: Wave, size: int) -> tuple[Array, Array]:
-        lanes = _all_lanes(w)
-        # the vector offset is unsigned; the sum wraps at 64 bits
-        start = np.uint64((base(w) + int(offset)) & ((1 << 64) - 1))
-        address = (w.rows[U32][row].astype(np.uint64) + start).view(np.int64)
-        return lanes, address if len(lanes) == LANES else address[lanes]
-
-    return based
-
-
-def _buffer_addresses(
-    ins: Instruction, layout: Layout, vector: Operand, resource: Operand, scalar: Operand
-) -> Addresses:
-    if resource.kind != "s" or resource.count != 4 or resource.index % 4:
-        raise ins.refuse("resource")
-    first, fixed = resource.index, ins.number("offset")
-    soffset = scalar_reader(ins, scalar, 32)
-    offen = "offen" in ins.modifiers
-    if offen != (vector.kind == "v") or (offen and vector.count != 1):
-        raise ins.refuse("address")
-    row = layout.row(vector, U32) if offen else 0
-
-    def addresses(w: Wave, size: int) -> tuple[Array, Array]:
-        low, high, records = w.s[first], w.s[first + 1], w.s[first + 2]
-        if high >> 16:
-            raise Fault(f"stride or swizzle in the resource of {ins}: not implemented")
-        offset = np.full(LANES, fixed + soffset(w), np.int64)
-        if offen:
-            offset += w.rows[U32][row]
-        lanes = _all_lanes(w)
-        if len(lanes) != LANES:
-            offset = offset[lanes]
-        inside = offset + size <= records
-        if not inside.all():
-            outside = offset[~inside] - MASKED_OFFSET
-            if outside.min() < 0 or outside.max() >= _MASKED_SPAN:
-                # Hardware would drop the access; no offset that the kernel meant gets here.
-                lane = int(lanes[~inside][0])
-                raise Fault(
-                    f"buffer offset out of range and not a masked lane's: wave {w.index}, "
-                    f"lane {lane}, offset {int(offset[~inside][0]):#x}, {ins}"
-                )
-            lanes, offset = lanes[inside], offset[inside]
-        return lanes, offset + (low | high << 32)
-
-    return addresses
-
-
-def _operands(ins: Instruction, layout: Layout, space: str, data_first: bool) -> Any:
-    """(data operand or None, function that gives the addresses)"""
-    operands = [parse_operand(o) for o in ins.operands]
-    if space == "buffer":
-        ins.accept("offen", "offset", *_CACHE)
-        if len(operands) != 4:
-            raise ins.refuse("operands")
-        data, vector, resource, scalar = operands
-        return data, _buffer_addresses(ins, layout, vector, resource, scalar)
-    ins.accept("offset", *_CACHE)
-    off = Operand("off", "off")
-    data, vector = operands[:2] if data_first else operands[1::-1]
-    rest = operands[2:]
-    if (space == "flat" and rest) or len(rest) > 1:
-        raise ins.refuse("operands")
-    return data, _global_addresses(ins, layout, vector, rest[0] if rest else off)
 
 
 def decode_load_to_lds(ins: Instruction, layout: Layout) -> Run:
@@ -155,16 +58,16 @@ def decode_load_to_lds(ins: Instruction, layout: Layout) -> Run:
         raise ins.refuse(f"not on {ins.arch}")
     operands = [parse_operand(o) for o in ins.operands]
     if space == "buffer":
-        ins.accept("offen", "offset", "lds", *_CACHE)
-        addresses = _buffer_addresses(ins, layout, *operands)
+        ins.accept("offen", "offset", "lds", *CACHE)
+        addresses = buffer_addresses(ins, layout, *operands)
     else:
-        ins.accept("offset", *_CACHE)
-        addresses = _global_addresses(ins, layout, *operands)
+        ins.accept("offset", *CACHE)
+        addresses = global_addresses(ins, layout, *operands)
     fixed = ins.number("offset")
 
     def run(w: Wave) -> None:
         lanes, address = addresses(w, size)
-        target = _all_lanes(w)
+        target = all_lanes(w)
         data = np.zeros((LANES, size // 4), np.uint32)
         if len(lanes):
             data[lanes] = w.machine.memory.load(ins, w.index, lanes, address, size)
@@ -180,11 +83,12 @@ def decode_load(ins: Instruction, layout: Layout) -> Run:
         return decode_load_to_lds(ins, layout)
     space, _, kind = ins.mnemonic.split("_", 2)
     size, signed, half = _LOADS[kind]
-    target, addresses = _operands(ins, layout, space, True)
+    target, addresses = operands_of(ins, layout, space, True)
     words = max(1, size // 4)
     if target.kind not in "va" or target.count != words:
         raise ins.refuse("target")
     rows = [layout.row(target, U32, k) for k in range(words)]
+    zero: Any = np.uint16(0) if half else np.uint32(0)
     dropped = space == "buffer"  # lanes beyond the buffer read 0
 
     def run(w: Wave) -> None:
@@ -193,7 +97,7 @@ def decode_load(ins: Instruction, layout: Layout) -> Run:
         full = len(lanes) == LANES
         if dropped and not full:
             for row in rows:
-                np.copyto(registers[row], 0, where=w.where)
+                put(registers[row], zero, w.where)
         if not len(lanes):
             return
         data = w.machine.memory.load(ins, w.index, lanes, address, size)
@@ -201,7 +105,7 @@ def decode_load(ins: Instruction, layout: Layout) -> Run:
             data = _extend(data, size, signed, half)[:, None]
         for k, row in enumerate(rows):
             if full:
-                registers[row][:] = data[:, k]
+                registers[row][...] = data[:, k]
             else:
                 registers[row][lanes] = data[:, k]
 
@@ -217,14 +121,16 @@ def _extend(data: Array, size: int, signed: bool, half: int | None) -> Array:
 def register_bytes(w: Wave, rows: list[int], lanes: Array) -> Array:
     """The registers' contents, one row of bytes a lane."""
     words = w.rows[U32]
-    columns = [words[row][lanes] for row in rows]
-    return np.stack(columns, 1).view(np.uint8)
+    out = np.empty((len(lanes), len(rows)), np.uint32)
+    for k, row in enumerate(rows):
+        out[:, k] = words[row] if len(lanes) == LANES else words[row][lanes]
+    return out.view(np.uint8)
 
 
 def decode_store(ins: Instruction, layout: Layout) -> Run:
     space, _, kind = ins.mnemonic.split("_", 2)
     size, shift = _STORES[kind]
-    source, addresses = _operands(ins, layout, space, space == "buffer")
+    source, addresses = operands_of(ins, layout, space, space == "buffer")
     words = max(1, size // 4)
     if source.kind not in "va" or source.count != words:
         raise ins.refuse("source")
@@ -247,14 +153,14 @@ def decode_atomic(ins: Instruction, layout: Layout) -> Run:
     wide = kind.endswith(("_x2", "f64"))
     size = 8 if wide else 4
     if space == "buffer":
-        source, addresses = _operands(ins, layout, space, True)
+        source, addresses = operands_of(ins, layout, space, True)
         target = source
     else:
         operands = list(ins.operands)
         target = parse_operand(operands.pop(0)) if returns else None
         if len(operands) < 2:
             raise ins.refuse("operands")
-        source, addresses = _operands(_with(ins, tuple(operands)), layout, space, False)
+        source, addresses = operands_of(_with(ins, tuple(operands)), layout, space, False)
     words = size // 4
     if source.kind not in "va" or source.count != words * (2 if swap else 1):
         raise ins.refuse("source")

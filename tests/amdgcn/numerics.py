@@ -55,9 +55,9 @@ def fma32(a: Array, b: Array, c: Array) -> Array:
     result: Array = total.astype(np.float32)
     suspicious = (total.view(np.uint64) & _TAIL) == _HALF
     small = np.abs(result) <= TINY32
-    if small.any():  # an exact zero is not: only what rounding may have changed
+    if 1 in small.tobytes():  # an exact zero is not: only what rounding may have changed
         suspicious |= small & (total != 0)
-    if suspicious.any():
+    if 1 in suspicious.tobytes():  # as any(), which takes long for few lanes
         return round32(*two_sum(product, np.asarray(c, F64)))
     return result
 
@@ -115,19 +115,17 @@ def fma64(a: Array, b: Array, c: Array) -> Array:
 def fmax(a: Array, b: Array) -> Array:
     """IEEE maxNum, with +0 above -0 (numpy leaves the order of zeros open)."""
     result: Array = np.fmax(a, b)
-    if not result.all():
-        bits = f"u{result.dtype.itemsize}"
-        both = (np.asarray(a).view(bits) & np.asarray(b).view(bits)).view(result.dtype)
-        result = np.where((a == 0) & (b == 0), both, result)
+    if np.count_nonzero(result) != result.size:
+        bits = f"u{result.dtype.itemsize}"  # of equal values they differ for zeros only
+        np.putmask(result.view(bits), a == b, a.view(bits) & b.view(bits))
     return result
 
 
 def fmin(a: Array, b: Array) -> Array:
     result: Array = np.fmin(a, b)
-    if not result.all():
-        bits = f"u{result.dtype.itemsize}"
-        both = (np.asarray(a).view(bits) | np.asarray(b).view(bits)).view(result.dtype)
-        result = np.where((a == 0) & (b == 0), both, result)
+    if np.count_nonzero(result) != result.size:
+        bits = f"u{result.dtype.itemsize}"  # of equal values they differ for zeros only
+        np.putmask(result.view(bits), a == b, a.view(bits) | b.view(bits))
     return result
 
 
@@ -135,12 +133,13 @@ def fmed3(a: Array, b: Array, c: Array) -> Array:
     """The median; with a NaN among them, the minimum, as the ISA defines it."""
     nan = np.isnan(a) | np.isnan(b) | np.isnan(c)
     median = fmax(fmin(a, b), fmin(fmax(a, b), c))
-    return np.where(nan, fmin(fmin(a, b), c), median) if nan.any() else median
+    return np.where(nan, fmin(fmin(a, b), c), median) if 1 in nan.tobytes() else median
 
 
 def flush(a: Array) -> Array:
     """Denormals to zero of the same sign, as the transcendental instructions do."""
-    return np.where(np.abs(a) < TINY32, np.copysign(np.float32(0), a), a)
+    small = np.abs(a) < TINY32
+    return np.where(small, np.copysign(np.float32(0), a), a) if 1 in small.tobytes() else a
 
 
 class Jitter:

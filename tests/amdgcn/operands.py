@@ -31,6 +31,7 @@ from .wave import (
     VCC,
     Array,
     Wave,
+    put,
 )
 
 Reader = Callable[[Wave], Array]
@@ -215,16 +216,17 @@ class Layout:
         if operand.count != 1:
             raise ins.refuse(f"'{operand.text}' is not 32 bits wide")
         if kind in (U16, I16, F16):
+            zero = DTYPES[kind](0)
 
             def write_half(w: Wave, value: Array) -> None:
-                np.copyto(w.rows[kind][row], value, where=w.where)
+                put(w.rows[kind][row], value, w.where)
                 if not keep_high:
-                    np.copyto(w.rows[kind + 3][row], DTYPES[kind](0), where=w.where)
+                    put(w.rows[kind + 3][row], zero, w.where)
 
             return write_half
 
         def write(w: Wave, value: Array) -> None:
-            np.copyto(w.rows[kind][row], value, where=w.where)
+            put(w.rows[kind][row], value, w.where)
 
         return write
 

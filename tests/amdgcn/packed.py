@@ -24,6 +24,7 @@ from .wave import (
     U32,
     Array,
     Wave,
+    put,
 )
 
 Run = Callable[[Wave], None]
@@ -68,12 +69,24 @@ def decode_packed32(ins: Instruction, layout: Layout) -> Run:
         raise ins.refuse("target")
     d, e = layout.row(target, F32), layout.row(target, F32, 1)
 
+    if n == 2:
+        (low_a, low_b), (high_a, high_b) = low, high
+
+        def run2(w: Wave) -> None:
+            first = function(low_a(w), low_b(w))
+            second = function(high_a(w), high_b(w))  # before the first is written
+            rows = w.rows[F32]
+            put(rows[d], first, w.where)
+            put(rows[e], second, w.where)
+
+        return run2
+
     def run(w: Wave) -> None:
         first = function(*[read(w) for read in low])
-        second = function(*[read(w) for read in high])  # before the first is written
+        second = function(*[read(w) for read in high])
         rows = w.rows[F32]
-        np.copyto(rows[d], first, where=w.where)
-        np.copyto(rows[e], second, where=w.where)
+        put(rows[d], first, w.where)
+        put(rows[e], second, w.where)
 
     return run
 
@@ -89,8 +102,8 @@ def decode_packed_move(ins: Instruction, layout: Layout) -> Run:
     def run(w: Wave) -> None:
         low, high = first(w).copy(), second(w).copy()
         rows = w.rows[F32]
-        np.copyto(rows[d], low, where=w.where)
-        np.copyto(rows[e], high, where=w.where)
+        put(rows[d], low, w.where)
+        put(rows[e], high, w.where)
 
     return run
 

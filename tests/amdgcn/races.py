@@ -14,14 +14,14 @@ import numpy as np
 
 from .faults import Fault
 from .parser import Instruction
-from .wave import Array
+from .wave import Array, any_of
 
 READ, WRITE, ATOMIC = range(3)
 # Each kind is compared with the kinds before it.
 _ORDER = {WRITE: 0, ATOMIC: 1, READ: 2}
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Access:
     ins: Instruction
     wave: int
@@ -56,9 +56,14 @@ class RaceLog:
     @staticmethod
     def _parts(accesses: list[Access]) -> list[list[Access]]:
         """Groups that lie apart in memory; those without writes or with one wave are left out."""
+        every = np.concatenate([a.addresses for a in accesses])
+        ends = np.cumsum([len(a.addresses) for a in accesses])
+        starts = np.concatenate([[0], ends[:-1]])
+        lows = np.minimum.reduceat(every, starts).tolist()
+        highs = np.maximum.reduceat(every, starts).tolist()
         spans = sorted(
-            (int(a.addresses.min()), int(a.addresses.max()) + a.size, i)
-            for i, a in enumerate(accesses)
+            (low, high + a.size, i)
+            for i, (low, high, a) in enumerate(zip(lows, highs, accesses, strict=True))
         )
         parts: list[list[int]] = []
         end = -1
@@ -78,16 +83,22 @@ class RaceLog:
         base = min(int(a.addresses.min()) for a in accesses)
         end = max(int(a.addresses.max()) + a.size for a in accesses)
         # Bits of the waves that have accessed each byte, by kind, and the value last written.
-        seen = np.zeros((3, end - base), np.uint32)
-        value = np.zeros(end - base, np.uint8)
+        # Words instead of bytes where all are whole.
+        unit = 1
+        if not any(a.size & 3 or np.count_nonzero(a.addresses & 3) for a in accesses):
+            unit = 4
+        seen = np.zeros((3, (end - base) // unit), np.uint32)
+        value = np.zeros((end - base) // unit, f"u{unit}")
         for access in sorted(accesses, key=lambda a: _ORDER[a.kind]):
-            places = (access.addresses - base)[:, None] + np.arange(access.size)
+            first = (access.addresses - base) // unit
+            places = first[:, None] + np.arange(access.size // unit)
             own = np.uint32(1 << access.wave)
             written, atomic = seen[WRITE][places], seen[ATOMIC][places]
             if access.kind == WRITE:
                 assert access.data is not None
-                bad = ((written & ~own) != 0) & (value[places] != access.data)
-                value[places] = access.data
+                data = np.ascontiguousarray(access.data).view(value.dtype)
+                bad = ((written & ~own) != 0) & (value[places] != data)
+                value[places] = data
             elif access.kind == ATOMIC:
                 bad = (written & ~own) != 0
             else:
@@ -96,8 +107,8 @@ class RaceLog:
                 # A loop of compare-and-swap begins with a plain read of its cell.
                 bad |= ((atomic & ~own) != 0) & ((atomic & own) == 0)
             seen[access.kind][places] |= own
-            if bad.any():
-                self._report(access, accesses, places[bad] + base)
+            if any_of(bad):
+                self._report(access, accesses, places[bad] * unit + base)
 
     def _report(self, access: Access, accesses: list[Access], places: Array) -> None:
         place = int(places.flat[0])

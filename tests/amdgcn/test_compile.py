@@ -65,11 +65,18 @@ def test_errors_on_stderr_are_raised() -> None:
             compile_kernel(k.wrong_vendor, (out,), {}, "gfx942", 1)
 
 
-def test_limits() -> None:
+@pytest.mark.slow
+def test_a_kernel_that_spills() -> None:
     x, out = torch.zeros(1 << 15), torch.zeros(1 << 15)
     with pytest.raises(LimitError, match="spills"):
         compile_kernel(k.huge, (x, out), {"BLOCK": 1 << 15}, "gfx942", 1).check_limits()
+
+
+def test_limits() -> None:
+    x, out = torch.zeros(1024), torch.zeros(8)
     built = compile_kernel(k.reductions, (x, out, 1000), {"BLOCK": 1024}, "gfx942", 4)
+    with pytest.raises(LimitError, match="spills: 3 VGPRs"):
+        dataclasses.replace(built, vgpr_spills=3).check_limits()
     with pytest.raises(LimitError, match="2048 threads"):
         dataclasses.replace(built, num_warps=32).check_limits()
     big = dataclasses.replace(built, lds=100_000)

@@ -12,17 +12,18 @@ from . import unit_kernels as k
 from .launcher import AmdLauncher, launcher_for
 
 ARCHS = ["gfx90a", "gfx942", "gfx950"]
-# num_warps and buffer operations: the slow combinations are those of the other architectures.
-FAST = [(1, True), (4, False)]
+# num_warps and buffer operations of each architecture that are not slow.
+FAST = {"gfx90a": (1, True), "gfx942": (4, False), "gfx950": (1, True)}
 
 
-def combinations() -> list[Any]:
+def combinations(*fast: str) -> list[Any]:
+    """All of them; outside of the slow set one for each architecture of `fast`."""
     return [
         pytest.param(
             arch,
             warps,
             buffers,
-            marks=[] if (warps, buffers) == FAST[ARCHS.index(arch) % 2] else [pytest.mark.slow],
+            marks=[] if arch in fast and (warps, buffers) == FAST[arch] else [pytest.mark.slow],
             id=f"{arch}-{warps}-{'buffer' if buffers else 'global'}",
         )
         for arch in ARCHS
@@ -49,7 +50,8 @@ def close(found: torch.Tensor, wanted: torch.Tensor, tolerance: float = 2e-6) ->
     torch.testing.assert_close(found, wanted, rtol=tolerance, atol=tolerance, equal_nan=True)
 
 
-every = pytest.mark.parametrize(("arch", "warps", "buffers"), combinations())
+every = pytest.mark.parametrize(("arch", "warps", "buffers"), combinations(*ARCHS))
+mostly_slow = pytest.mark.parametrize(("arch", "warps", "buffers"), combinations("gfx942"))
 
 
 @every
@@ -64,7 +66,7 @@ def test_reductions(arch: str, warps: int, buffers: bool) -> None:
         assert out[1:5].tolist() == [9.0, -9.0, 5.0, 8.0]
 
 
-@every
+@mostly_slow
 def test_scans(arch: str, warps: int, buffers: bool) -> None:
     n = 1500
     x = torch.randn(n)
@@ -75,7 +77,7 @@ def test_scans(arch: str, warps: int, buffers: bool) -> None:
     close(out[2], x.double().cumsum(0).float(), 1e-6)
 
 
-@every
+@mostly_slow
 def test_sort_histogram_gather(arch: str, warps: int, buffers: bool) -> None:
     x = torch.randn(256)
     out = torch.zeros(256)
@@ -88,7 +90,7 @@ def test_sort_histogram_gather(arch: str, warps: int, buffers: bool) -> None:
     assert torch.equal(counts[16:], y[(torch.arange(512) * 7 + 3) % 512])
 
 
-@every
+@mostly_slow
 def test_elementary_functions(arch: str, warps: int, buffers: bool) -> None:
     n = 700
     x = torch.randn(n) * 4
@@ -132,7 +134,7 @@ def philox(seed: int, counter: int) -> list[int]:
     return c
 
 
-@every
+@mostly_slow
 def test_philox(arch: str, warps: int, buffers: bool) -> None:
     out = torch.zeros(4, 256, dtype=torch.int32)
     seed = 0x1234_5678_9ABC
@@ -141,7 +143,7 @@ def test_philox(arch: str, warps: int, buffers: bool) -> None:
     assert torch.equal(out.long() & 0xFFFFFFFF, wanted)
 
 
-@every
+@mostly_slow
 def test_doubles(arch: str, warps: int, buffers: bool) -> None:
     x = torch.randn(256, dtype=torch.float64) * 5
     out = torch.zeros(4, 256, dtype=torch.float64)
@@ -153,7 +155,7 @@ def test_doubles(arch: str, warps: int, buffers: bool) -> None:
     close(out[3], x.cumsum(0) + x.max() + x.floor(), 1e-12)
 
 
-@every
+@mostly_slow
 def test_atomics(arch: str, warps: int, buffers: bool) -> None:
     n = 512
     x = torch.randint(-20, 20, (2 * n,)).float()
@@ -177,7 +179,7 @@ FORMATS = {
 }
 
 
-@every
+@mostly_slow
 def test_conversions(arch: str, warps: int, buffers: bool) -> None:
     x = torch.randn(512) * torch.logspace(-3, 2, 512)
     x = x.clamp(-200, 200)
@@ -210,7 +212,6 @@ def test_shapes_and_loops(arch: str, warps: int, buffers: bool) -> None:
 
 
 DOTS = [(16, 16, 32, 2), (16, 64, 64, 3), (64, 64, 32, 1), (16, 128, 64, 2), (32, 32, 16, 1)]
-SMALL_FLOATS = (torch.float8_e5m2, torch.float8_e4m3fn)
 
 
 @pytest.mark.parametrize(
@@ -218,10 +219,8 @@ SMALL_FLOATS = (torch.float8_e5m2, torch.float8_e4m3fn)
 )
 @every
 def test_dot(arch: str, warps: int, buffers: bool, dtype: torch.dtype) -> None:
-    slow = (warps, buffers) != FAST[ARCHS.index(arch) % 2]
-    shapes = DOTS if slow else DOTS[:1] + DOTS[3:4]
-    if dtype in SMALL_FLOATS and arch != "gfx950" and not slow:
-        shapes = DOTS[:1]  # emulated, with many instructions
+    slow = (warps, buffers) != FAST[arch]
+    shapes = DOTS if slow else DOTS[:1]
     for m, n, kk, loops in shapes:
         a, b = torch.randn(m, kk * loops).to(dtype), torch.randn(kk * loops, n).to(dtype)
         c = torch.zeros(m, n)

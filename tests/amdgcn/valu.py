@@ -14,8 +14,9 @@ import numpy as np
 from .dpp import DPP_MODIFIERS, SDWA_MODIFIERS, decode_dpp, sdwa_reader, sdwa_writer
 from .operands import Layout, Operand, Reader, parse_operand
 from .parser import Instruction
+from .valu_functions import same
 from .valu_tables import PLAIN, Plain
-from .wave import DTYPES, F16, F32, F64, I16, I64, U16, U32, U64, Array, Wave
+from .wave import DTYPES, F16, F32, F64, I16, I64, U16, U32, U64, Array, Wave, put
 
 Run = Callable[[Wave], None]
 _OUTPUT = {"mul:2": 2.0, "mul:4": 4.0, "div:2": 0.5}
@@ -68,37 +69,47 @@ def _fast(
         write = layout.writer(ins, target, kind, keep_high=plain.keep_high)
         places = list(zip(plain.sources, rows, strict=True))
         return lambda w: write(w, function(*[w.rows[k][i] for k, i in places]))
-    if isinstance(function, np.ufunc):
-        if len(rows) == 2:
-            (ka, kb), (a, b) = plain.sources, rows
+    if isinstance(function, np.ufunc) and len(rows) == 2:
+        (ka, kb), (a, b) = plain.sources, rows
 
-            def run_ufunc(w: Wave) -> None:
-                r = w.rows
-                if w.where is True:
-                    function(r[ka][a], r[kb][b], out=r[kind][d])
-                else:
-                    function(r[ka][a], r[kb][b], out=r[kind][d], where=w.where)
+        def run_ufunc(w: Wave) -> None:
+            r = w.rows
+            if w.where is True:
+                function(r[ka][a], r[kb][b], out=r[kind][d])
+            else:
+                function(r[ka][a], r[kb][b], out=r[kind][d], where=w.where)
 
-            return run_ufunc
-        (ka,), (a,) = plain.sources, rows
-        return lambda w: function(w.rows[ka][a], out=w.rows[kind][d], where=w.where)
-    copy = np.copyto
+        return run_ufunc
     if len(rows) == 1:
         (ka,), (a,) = plain.sources, rows
-        return lambda w: copy(w.rows[kind][d], function(w.rows[ka][a]), where=w.where)
+        if function is same:
+
+            def move(w: Wave) -> None:
+                r = w.rows[U32]
+                if w.where is True:
+                    r[d][...] = r[a]
+                else:
+                    np.copyto(r[d], r[a], where=w.where)
+
+            return move
+        return lambda w: put(w.rows[kind][d], function(w.rows[ka][a]), w.where)
     if len(rows) == 2:
         (ka, kb), (a, b) = plain.sources, rows
 
         def run2(w: Wave) -> None:
             r = w.rows
-            copy(r[kind][d], function(r[ka][a], r[kb][b]), where=w.where)
+            value = function(r[ka][a], r[kb][b])
+            if w.where is True:
+                r[kind][d][...] = value
+            else:
+                np.copyto(r[kind][d], value, where=w.where)
 
         return run2
     (ka, kb, kc), (a, b, c) = plain.sources, rows
 
     def run3(w: Wave) -> None:
         r = w.rows
-        copy(r[kind][d], function(r[ka][a], r[kb][b], r[kc][c]), where=w.where)
+        put(r[kind][d], function(r[ka][a], r[kb][b], r[kc][c]), w.where)
 
     return run3
 
@@ -116,10 +127,19 @@ def _with_dpp(
     layout.writer(ins, target, plain.result, keep_high=False)  # checks the operand
     row, kind, function = layout.row(target, U32), plain.result, _scaled(ins, plain)
 
+    if function is same:
+        source, place = readers[0], layout.row(target, U32)
+
+        def move(w: Wave) -> None:
+            moved, write = dpp.read(w, source(w))
+            put(w.rows[U32][place], moved, write)
+
+        return move
+
     def run(w: Wave) -> None:
         moved, write = dpp.read(w, readers[0](w))
         value = function(moved, *[read(w) for read in readers[1:]])
-        np.copyto(w.rows[kind][row], value, where=write)
+        put(w.rows[kind][row], value, write)
 
     return run
 

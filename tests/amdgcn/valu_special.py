@@ -16,7 +16,7 @@ from .operands import Layout, Operand, Writer, parse_operand
 from .parser import Instruction
 from .valu import Run, compute, sdwa_readers
 from .valu_tables import TYPES, Plain
-from .wave import DTYPES, F16, F32, F64, I32, I64, LANES, U32, U64, VCC, Array, Wave
+from .wave import DTYPES, F16, F32, F64, I32, I64, U32, U64, VCC, Array, Wave
 
 _ORDERED: dict[str, Callable[[Array, Array], Array]] = {
     "eq": np.equal,
@@ -64,12 +64,18 @@ def decode_compare(ins: Instruction, layout: Layout) -> Run:
     else:
         read_a, read_b = (layout.reader(ins, s, kind) for s in sources)
     function = _ORDERED[op]
+    narrow = kind not in (U64, I64, F64) and ins.encoding != "sdwa" and not to_exec
+    if narrow and all(s.plain for s in sources):
+        a, b = (layout.row(s, kind) for s in sources)
+
+        def run_plain(w: Wave) -> None:
+            r = w.rows[kind]
+            w.set_lanes(pair, function(r[a], r[b]))
+
+        return run_plain
 
     def run(w: Wave) -> None:
-        lanes = function(read_a(w), read_b(w))
-        if lanes.shape[0] != LANES:
-            lanes = np.broadcast_to(lanes, (LANES,))
-        w.set_lanes(pair, lanes)
+        w.set_lanes(pair, function(read_a(w), read_b(w)))
         if to_exec:
             w.set_exec(w.q[pair >> 1])
 
@@ -97,7 +103,7 @@ def decode_class(ins: Instruction, layout: Layout) -> Run:
 
     def run(w: Wave) -> None:
         lanes = classify(value(w), wanted(w), f)
-        w.set_lanes(pair, np.broadcast_to(lanes, (LANES,)))
+        w.set_lanes(pair, lanes)
 
     return run
 
@@ -130,7 +136,22 @@ def decode_cndmask(ins: Instruction, layout: Layout) -> Run:
     def run(w: Wave) -> None:
         write(w, np.where(w.lanes_of(pair), second(w), first(w)))
 
-    return run
+    if ins.encoding == "sdwa" or signed:
+        return run
+    a, b, d = (layout.row(o, U32) for o in (*sources, operands[0]))
+    if b == d:
+        return run
+
+    def run_plain(w: Wave) -> None:
+        if w.where is not True:
+            return run(w)
+        r = w.rows[U32]
+        target = r[d]
+        if a != d:
+            target[...] = r[a]
+        np.putmask(target, w.lanes_of(pair), r[b])
+
+    return run_plain
 
 
 _FMAC = {
@@ -190,7 +211,7 @@ def decode_carry(ins: Instruction, layout: Layout) -> Run:
         if carry_in:
             total = total + sign * w.lanes_of(carry)
         write(w, total.astype(np.uint32))
-        w.set_lanes(out, np.broadcast_to((total >> 32) != 0, (LANES,)))
+        w.set_lanes(out, (total >> 32) != 0)
 
     return run
 
@@ -213,7 +234,7 @@ def decode_mad64(ins: Instruction, layout: Layout) -> Run:
         wrapped = (product ^ total) & (addend ^ total)
         overflow = wrapped < 0 if signed else total < addend
         write(w, total)
-        w.set_lanes(out, np.broadcast_to(overflow, (LANES,)))
+        w.set_lanes(out, overflow)
 
     return run
 

@@ -83,7 +83,6 @@ def _backend() -> Iterator[None]:
             yield
     else:
         from spectrue.kernels.triton_launch import use_launcher
-
         from tests.amdgcn.launcher import launcher_for
 
         with dispatch.use_backend("triton"), use_launcher(launcher_for(BACKEND)):

@@ -28,7 +28,11 @@ from spectrue.kernels.dispatch import (
     verify_rejection,
 )
 
-TOLERANCE = 1e-9
+from .conftest import BACKEND, SLOW_BACKEND, TIER
+
+DTYPE = TIER.floats[-1]
+# In float32 a uniform next to an interval's edge may fall on its other side: those are narrow.
+TOLERANCE = 1e-9 if TIER.exact else 1e-5
 FAULT = 1e-3  # a planted fault must be off by more than this, or the check proves nothing
 INF = float("inf")
 
@@ -78,7 +82,7 @@ def random_case(
     seed: int,
     reduced: int | None = None,
 ) -> Case:
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator("cpu").manual_seed(seed)
     d2t: list[int] = torch.randperm(vocab_size, generator=generator)[
         : reduced or vocab_size
     ].tolist()
@@ -106,7 +110,7 @@ def intervals(*laws: Law) -> list[tuple[float, float]]:
 
 
 def logits(laws: list[Law]) -> Tensor:
-    return torch.tensor(laws, dtype=torch.float64).log()
+    return torch.tensor(laws, dtype=torch.float64).log().to(DTYPE)
 
 
 def scaled(laws: list[Law]) -> Tensor:
@@ -187,9 +191,9 @@ def run_rejection(case: Case, batch: Batch, law: dict[Prefix, Law] | None = None
     draft_logits = (
         torch.stack([row for request in shifted for row in request])
         if k
-        else torch.zeros(0, len(case.d2t), dtype=torch.float64)
+        else torch.zeros(0, len(case.d2t), dtype=DTYPE)
     )
-    inverse = torch.full((n * k,), 2.0, dtype=torch.float64)
+    inverse = torch.full((n * k,), 2.0, dtype=DTYPE)
     tokens = torch.tensor([t for p in batch.paths for t in p], dtype=torch.int64)
     draft_ids = draft_index.long()[tokens]
     rows = scaled([case.target[p[:d]] for p in batch.paths for d in range(k + 1)])
@@ -204,8 +208,8 @@ def run_rejection(case: Case, batch: Batch, law: dict[Prefix, Law] | None = None
         draft_log_normalizer=log_normalizer,
         draft_token_probs=recorded,
         draft_index=None if case.d2t == list(range(case.vocab_size)) else draft_index,
-        coins=torch.tensor(batch.coins, dtype=torch.float64).flatten(),
-        uniforms=torch.tensor(batch.uniforms, dtype=torch.float64).flatten(),
+        coins=torch.tensor(batch.coins, dtype=DTYPE).flatten(),
+        uniforms=torch.tensor(batch.uniforms, dtype=DTYPE).flatten(),
     )
     assert not bool(invalid.any())
     assert not bool(guards.any())
@@ -215,7 +219,7 @@ def run_rejection(case: Case, batch: Batch, law: dict[Prefix, Law] | None = None
 def run_match(case: Case, batch: Batch) -> Outputs:
     k, n = case.k, len(batch.paths)
     rows = scaled([case.target[p[:d]] for p in batch.paths for d in range(k + 1)])
-    uniforms = torch.tensor(batch.uniforms, dtype=torch.float64).flatten()
+    uniforms = torch.tensor(batch.uniforms, dtype=DTYPE).flatten()
     tokens = torch.tensor([t for p in batch.paths for t in p], dtype=torch.int64)
     output, *_ = verify_match(
         draw_inverse_cdf(RowLaw(rows), uniforms),
@@ -226,9 +230,13 @@ def run_match(case: Case, batch: Batch) -> Outputs:
     return collect(output, batch.weights)
 
 
+reference_only = pytest.mark.skipif(SLOW_BACKEND or BACKEND == "cuda", reason="of the reference")
+
 TARGETS = ["dense", "zeros", "ties", "one_hot"]
 DRAFTS = ["dense", "zeros", "ties", "one_hot", "equal"]
 SHAPES = [(0, 8), (1, 2), (1, 8), (2, 3)]
+if SLOW_BACKEND:  # thousands of requests: one of each kind
+    TARGETS, DRAFTS, SHAPES = ["zeros", "ties"], ["dense"], [(1, 2)]
 
 
 @pytest.mark.parametrize("draft_kind", DRAFTS)
@@ -240,9 +248,12 @@ def test_rejection_is_exact(k: int, vocab_size: int, target_kind: str, draft_kin
     assert error(case, outputs) < TOLERANCE
 
 
-@pytest.mark.parametrize(("k", "vocab_size", "reduced"), [(1, 8, 3), (1, 5, 1), (2, 4, 2)])
+@pytest.mark.parametrize(
+    ("k", "vocab_size", "reduced"),
+    [(1, 3, 2)] if SLOW_BACKEND else [(1, 8, 3), (1, 5, 1), (2, 4, 2)],
+)
 @pytest.mark.parametrize("target_kind", TARGETS)
-@pytest.mark.parametrize("draft_kind", ["dense", "zeros"])
+@pytest.mark.parametrize("draft_kind", ["dense"] if SLOW_BACKEND else ["dense", "zeros"])
 def test_rejection_is_exact_with_a_reduced_draft_vocabulary(
     k: int, vocab_size: int, reduced: int, target_kind: str, draft_kind: str
 ) -> None:
@@ -259,6 +270,7 @@ def test_match_is_exact(k: int, vocab_size: int, target_kind: str, draft_kind: s
     assert error(case, run_match(case, enumerate_requests(case, rejection=False))) < TOLERANCE
 
 
+@reference_only
 def test_greedy_rows_commit_the_argmax_path() -> None:
     case = random_case(2, 3, "ties", "dense", seed=3)
     batch = enumerate_requests(case, rejection=False)
@@ -288,6 +300,7 @@ def softmax_of_argmax(case: Case) -> Case:
     return Case(case.k, case.vocab_size, case.target, greedy, case.d2t)
 
 
+@reference_only
 @pytest.mark.parametrize("k", [1, 2])
 def test_fault_argmax_draft_with_a_softmax_law(k: int) -> None:
     """transformers#47932, DeepSpec#31, xLLM#2175. With its one-hot law that drafter is exact."""
@@ -299,6 +312,7 @@ def test_fault_argmax_draft_with_a_softmax_law(k: int) -> None:
     assert error(case, run_rejection(argmax, faulty, law=case.draft)) > FAULT
 
 
+@reference_only
 @pytest.mark.parametrize(
     "residual",
     [
@@ -330,6 +344,7 @@ def dropped(case: Case, outputs: Callable[[Case], Outputs], illegal: int) -> Out
     return total
 
 
+@reference_only
 def test_fault_illegal_draft_dropped_under_rejection_but_not_under_match() -> None:
     case = random_case(1, 4, "dense", "dense", seed=6)
     illegal = 2
