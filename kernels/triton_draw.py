@@ -24,7 +24,7 @@ from spectrue.kernels.triton_common import (
     unpack,
     words,
 )
-from spectrue.kernels.triton_launch import launch
+from spectrue.kernels.triton_launch import launch, warps_for
 from spectrue.kernels.triton_philox import chunk_noise, gumbel_noise
 from spectrue.kernels.triton_rows import check_logits, with_chunks
 
@@ -264,6 +264,7 @@ def _draw(
     assert law.chunk_peak is not None
     num_chunks = law.chunk_peak.shape[1]
     block = triton.next_power_of_2(num_chunks)
+    most = 4 if block <= 1024 and (mode == DRAW_ARGMAX or uniform is not None) else 8
     out = torch.empty(law.num_rows, dtype=torch.int64, device=law.logits.device)
     launch(
         _draw_kernel,
@@ -296,7 +297,7 @@ def _draw(
         # Chunks scored at once by a Gumbel draw: measured for 1024 chunks, no spills above.
         BATCH=8 if block <= 1024 else 4,
         BLOCK=block,
-        num_warps=4 if block <= 1024 and (mode == DRAW_ARGMAX or uniform is not None) else 8,
+        num_warps=warps_for(block, most),
     )
     return out
 

@@ -47,6 +47,11 @@ def use_launcher(launcher: Launcher) -> Iterator[None]:
         _launcher.reset(token)
 
 
+def warps_for(elements: int, most: int = 4) -> int:
+    """Warps of a program that reduces a power of two of elements: few for few."""
+    return max(1, min(most, elements // 128))
+
+
 def launch(
     kernel: Any,  # a @triton.jit function
     grid: tuple[int, ...],  # one to three sizes

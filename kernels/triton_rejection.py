@@ -30,7 +30,7 @@ from spectrue.kernels.triton_common import (
     load_support,
 )
 from spectrue.kernels.triton_draw import first_above
-from spectrue.kernels.triton_launch import launch
+from spectrue.kernels.triton_launch import launch, warps_for
 from spectrue.kernels.triton_rows import row_totals, with_chunks
 from spectrue.kernels.triton_verify import span, widest
 
@@ -379,7 +379,9 @@ def verify_rejection(
     num_chunks = law.chunk_peak.shape[1]
     num_requests, device = len(cu_num_draft_tokens), law.logits.device
     width = widest(cu_num_draft_tokens, max_draft_tokens)
-    parts = triton.cdiv(num_chunks, CHUNKS)
+    block = triton.next_power_of_2(num_chunks)
+    chunks = min(CHUNKS, block)
+    parts = triton.cdiv(num_chunks, chunks)
 
     output = torch.empty(num_requests, width + 1, dtype=torch.int64, device=device)
     num_accepted = torch.empty(num_requests, dtype=torch.int64, device=device)
@@ -453,8 +455,9 @@ def verify_rejection(
         vocab_size,
         draft_vocab_size,
         num_chunks,
-        CHUNKS=CHUNKS,
+        CHUNKS=chunks,
         CHUNK=CHUNK,
+        num_warps=warps_for(chunks * CHUNK // 4),
     )
     launch(
         _final_kernel,
@@ -487,6 +490,7 @@ def verify_rejection(
         PLACEHOLDER=PLACEHOLDER_TOKEN_ID,
         PARTS=triton.next_power_of_2(parts),
         CHUNK=CHUNK,
-        BLOCK=triton.next_power_of_2(num_chunks),
+        BLOCK=block,
+        num_warps=warps_for(block),
     )
     return output, num_accepted, invalid, guards

@@ -21,7 +21,7 @@ from spectrue.kernels.triton_common import (
     load_logits,
     load_support,
 )
-from spectrue.kernels.triton_launch import launch
+from spectrue.kernels.triton_launch import launch, warps_for
 
 CHUNKS = 64  # of a program
 _LN2 = tl.constexpr(0.6931471805599453)
@@ -68,12 +68,13 @@ def with_chunks(law: RowLaw, sums: bool = True) -> RowLaw:
     logits = check_logits(law.logits)
     num_rows, vocab_size = logits.shape
     num_chunks = triton.cdiv(vocab_size, CHUNK)
+    chunks = min(CHUNKS, triton.next_power_of_2(num_chunks))
     shape = num_rows, num_chunks
     peak = torch.empty(shape, dtype=torch.float32, device=logits.device)
     weight = torch.empty_like(peak) if sums else None
     launch(
         _chunk_kernel,
-        (triton.cdiv(num_chunks, CHUNKS) * num_rows,),
+        (triton.cdiv(num_chunks, chunks) * num_rows,),
         logits,
         logits.stride(0),
         law.temperature,
@@ -81,9 +82,9 @@ def with_chunks(law: RowLaw, sums: bool = True) -> RowLaw:
         weight,
         vocab_size,
         num_chunks,
-        CHUNKS=CHUNKS,
+        CHUNKS=chunks,
         CHUNK=CHUNK,
-        num_warps=8,
+        num_warps=warps_for(chunks * CHUNK // 8, 8),
     )
     return replace(law, logits=logits, chunk_peak=peak, chunk_sum=weight)
 
@@ -146,6 +147,7 @@ def _launch_totals(
 ) -> None:
     assert law.chunk_peak is not None
     num_chunks = law.chunk_peak.shape[1]
+    block = triton.next_power_of_2(num_chunks)
     launch(
         _total_kernel,
         (law.num_rows,),
@@ -158,7 +160,8 @@ def _launch_totals(
         valid,
         logsumexp,
         num_chunks,
-        BLOCK=triton.next_power_of_2(num_chunks),
+        BLOCK=block,
+        num_warps=warps_for(block),
     )
 
 

@@ -25,7 +25,7 @@ from spectrue.kernels.triton_common import (
     middle,
     order_key,
 )
-from spectrue.kernels.triton_launch import launch
+from spectrue.kernels.triton_launch import launch, warps_for
 
 SLOTS = 128  # chunks that the candidates may lie in
 REACH = 120  # the chunk maximum, by rank, down to which candidates go where top_k does not say
@@ -482,7 +482,7 @@ def truncate(
         REACH=REACH,
         SLOTS=num_slots,
         BLOCK=block,
-        num_warps=4 if block <= 1024 else 8,
+        num_warps=warps_for(block, 4 if block <= 1024 else 8),
     )
     launch(
         _gather_kernel,

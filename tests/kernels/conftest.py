@@ -9,12 +9,11 @@ cuda        Triton on a GPU
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sized
 from dataclasses import dataclass
 
 import pytest
 import torch
-from torch import Tensor
 
 from spectrue.kernels import dispatch
 
@@ -57,7 +56,7 @@ def rng(seed: int) -> torch.Generator:
     return torch.Generator(device=torch.get_default_device()).manual_seed(seed)
 
 
-def spread(rows: list[Tensor] | list[int], limit: int) -> list[int]:
+def spread(rows: Sized, limit: int) -> list[int]:
     """Indices of at most `limit` of the rows, evenly spaced and with the last."""
     n = len(rows)
     if n <= limit:

@@ -10,8 +10,11 @@ from scipy import stats
 from torch import Tensor
 
 from spectrue.kernels import philox
-from spectrue.kernels.philox import chunk_exponentials, gumbel, uniform
+from spectrue.kernels.dispatch import gumbel, uniform
+from spectrue.kernels.philox import chunk_exponentials
 from spectrue.kernels.row_law import CHUNK
+
+from .conftest import SLOW_BACKEND, rng
 
 ONES = 0xFFFFFFFF
 KNOWN_ANSWERS = [
@@ -76,7 +79,7 @@ def test_uniform_is_uniform_and_each_input_counts() -> None:
         assert 1 - 1e-4 < float(u.max()) < 1
         assert bool(((u * 2**24) % 1 == 0).all())
         observed = torch.bincount((u * 64).long(), minlength=64)
-        assert stats.chisquare(observed.numpy()).pvalue > 1e-4
+        assert stats.chisquare(observed.cpu().numpy()).pvalue > 1e-4
         for other in draws[:i]:
             assert abs(float(torch.corrcoef(torch.stack([u, other]))[0, 1])) < 0.02
 
@@ -91,7 +94,7 @@ def test_exponentials_are_finite_and_positive_at_the_ends_of_the_words() -> None
 def test_gumbel_law_and_keys() -> None:
     zero = torch.zeros(1, dtype=torch.int64)
     noise = gumbel(zero, zero, zero, torch.arange(50_000)[None])
-    assert stats.kstest(noise[0].numpy(), "gumbel_r").pvalue > 1e-3
+    assert stats.kstest(noise[0].cpu().numpy(), "gumbel_r").pvalue > 1e-3
     ids = torch.tensor([[5, 0, 7, 40_001, 5, 2**31 - 1]])
     base = gumbel(zero, zero, zero, ids)
     assert base[0, 0] == base[0, 4] == noise[0, 5]
@@ -102,16 +105,16 @@ def test_gumbel_law_and_keys() -> None:
 
 def test_gumbel_noise_is_independent_within_a_chunk() -> None:
     """The two levels make it so: order statistics, the place of the largest, and correlations."""
-    n = 40_000
+    n = 2_000 if SLOW_BACKEND else 40_000
     seed, zero = torch.arange(n), torch.zeros(n, dtype=torch.int64)
     ids = torch.arange(2 * CHUNK).expand(n, -1)
     exponential = (-gumbel(seed, zero, zero, ids)).exp().reshape(2 * n, CHUNK)
     ordered = exponential.sort(1).values
     for rank in (0, 1, 2, CHUNK - 1):  # 1 - e^-x is uniform, and order statistics of those are Beta
         u = 1 - (-ordered[:, rank].double()).exp()
-        assert stats.kstest(u.numpy(), "beta", args=(rank + 1, CHUNK - rank)).pvalue > 1e-3
+        assert stats.kstest(u.cpu().numpy(), "beta", args=(rank + 1, CHUNK - rank)).pvalue > 1e-3
     place = torch.bincount(exponential.argmin(1), minlength=CHUNK)
-    assert stats.chisquare(place.numpy()).pvalue > 1e-3
+    assert stats.chisquare(place.cpu().numpy()).pvalue > 1e-3
     noise = (-exponential.log())[:, :4].reshape(n, 8).T
     correlation = torch.corrcoef(noise) - torch.eye(8)
     assert float(correlation.abs().max()) < 5 / n**0.5
@@ -119,10 +122,10 @@ def test_gumbel_noise_is_independent_within_a_chunk() -> None:
 
 def test_the_least_exponential_of_a_chunk_is_the_least_of_its_tokens() -> None:
     n = 37
-    seed = torch.randint(-(2**63), 2**63 - 1, (n,), generator=torch.Generator().manual_seed(1))
+    seed = torch.randint(-(2**63), 2**63 - 1, (n,), generator=rng(1))
     choice, position, chunk = torch.arange(n) % 3, torch.arange(n) * 11, torch.arange(n) * 5
     least, place = chunk_exponentials(seed, choice, position, chunk[:, None])
     ids = chunk[:, None] * CHUNK + torch.arange(CHUNK)
     noise = gumbel(seed, choice, position, ids)
-    assert torch.equal(noise.amax(1), -least.squeeze(1).log())
+    torch.testing.assert_close(noise.amax(1), -least.squeeze(1).log(), rtol=1e-5, atol=2e-6)
     assert torch.equal(ids.gather(1, noise.argmax(1, keepdim=True)), place)
