@@ -54,7 +54,7 @@ def with_guess(case: Case, x: Inputs) -> Inputs:
     return replace(x, guess=guess_near(target, x.hit, x.k, x.logits.shape[1]))
 
 
-def _sampled(x: Inputs, law: RowLaw, kind: Tensor, uniform: Tensor | None) -> Any:
+def _sampled(x: Inputs, law: RowLaw, kind: Tensor | None, uniform: Tensor | None) -> Any:
     token_ids, valid = dispatch.sample_rows(
         law, kind, uniform=uniform, seed=x.seed, choice=x.choice, position=x.position
     )
@@ -63,7 +63,7 @@ def _sampled(x: Inputs, law: RowLaw, kind: Tensor, uniform: Tensor | None) -> An
 
 def greedy(x: Inputs) -> Any:
     # The logits themselves are the law of a greedy row: no sums are asked for.
-    return _sampled(x, RowLaw(x.logits), x.argmax_kind, None)
+    return _sampled(x, RowLaw(x.logits), None, None)
 
 
 def match(x: Inputs, cuts: bool = False) -> Any:

@@ -52,8 +52,8 @@ def make_table(about: dict[str, Any], results: Sequence[Result]) -> Table:
     table = Table(
         title=f"{about['device']}, {about['backend']}, {about['dtype']} logits, "
         f"k={about['num_speculative_tokens']}, copy {about['copy_bandwidth'] / 1e9:.0f} GB/s"
-        + ("" if launch is None else f", a graph of one kernel {launch:.1f} us"),
-        caption="us: median of single passes; checked: rows equal to the reference, "
+        + ("" if launch is None else f", an idle kernel {launch:.1f} us"),
+        caption="us: median a pass; checked: rows equal to the reference, "
         "+ rows at an edge, ! wrong rows",
         title_justify="left",
         caption_justify="left",

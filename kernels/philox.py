@@ -10,18 +10,22 @@ The layout, for every stream (all words unsigned 32 bit; wider inputs give their
 In Triton this is `tl.philox(seed, block, position, choice, stream)`. `uniform` reads word 0 of
 block 0.
 
-Gumbel noise is -log of Exp(1) variables, and they are made in two levels, because the smallest of
-the 128 variables of a chunk of token ids is itself exponential (with rate 128), lies at a uniform
-place, and the others exceed it by fresh Exp(1) variables (they have no memory). So the largest
-noise of a chunk costs one Philox call, and a draw looks only into chunks that can win.
+Gumbel noise is -log of Exp(1) variables, and those of a chunk of 128 token ids are made from the
+least up: the least of n is itself exponential (with rate n), lies at a uniform place, and the
+others exceed it by fresh Exp(1) variables (they have no memory). So the two largest noises of a
+chunk cost one Philox call, and a draw looks only into chunks where the rest can still win.
 
-    least of chunk c   -log(uniform of word 0) / 128, at place word 1 >> 25, block c of GUMBEL
-    another token t    that plus -log(uniform of word t % 4), block t // 4 of GUMBEL_REST
+    least of chunk c  -log(uniform of word 0) / 128, at place word 1 >> 25
+    second            that plus -log(uniform of word 2) / 127, at the place (word 3 >> 8) * 127
+                      >> 24 of the 127 others, both of block c of GUMBEL
+    another token t   the second plus -log(uniform of word t % 4), block t // 4 of GUMBEL_REST
 
 The law is that of independent noise for every token id; the noise depends on the id alone.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,8 +36,8 @@ from spectrue.kernels.row_law import CHUNK
 STREAM_DRAW = 0  # a plain, match or bonus draw from the target law
 STREAM_COIN = 1  # accept or reject a draft token
 STREAM_DRAFT = 2  # the drafter's own draw
-STREAM_GUMBEL = 3  # noise that drafter and target share: the largest of each chunk
-STREAM_GUMBEL_REST = 4  # ... and what the other tokens of a chunk lie below it
+STREAM_GUMBEL = 3  # noise that drafter and target share: the two largest of each chunk
+STREAM_GUMBEL_REST = 4  # ... and what the other tokens of a chunk lie below them
 
 _MASK = 0xFFFFFFFF
 _MULTIPLIER = (0xD2511F53, 0xCD9E8D57)
@@ -92,15 +96,29 @@ def _exponential(word: Tensor) -> Tensor:
     return odd.log_().neg_()
 
 
+class ChunkExponentials(NamedTuple):
+    """Of each chunk of CHUNK token ids, [N, M] each."""
+
+    least: Tensor  # float32
+    place: Tensor  # int64, the token id that has it
+    second: Tensor  # float32
+    second_place: Tensor  # int64
+
+
 def chunk_exponentials(
     seed: Tensor,  # [N] int64
     choice: Tensor,  # [N] int64
     position: Tensor,  # [N] int64
     chunk: Tensor,  # [N, M] int64
-) -> tuple[Tensor, Tensor]:  # [N, M] float32, [N, M] int64
-    """The least exponential of each chunk of CHUNK token ids, and its token id."""
+) -> ChunkExponentials:
+    """The two least exponentials of each chunk."""
     words = _words(seed[:, None], choice[:, None], position[:, None], chunk, STREAM_GUMBEL)
-    return _exponential(words[0]) / CHUNK, chunk * CHUNK + (words[1] >> 25)
+    least = _exponential(words[0]) / CHUNK
+    place = words[1] >> 25
+    other = (words[3] >> 8) * (CHUNK - 1) >> 24
+    other = other + (other >= place)  # the places but for the first
+    second = least + _exponential(words[2]) / (CHUNK - 1)
+    return ChunkExponentials(least, chunk * CHUNK + place, second, chunk * CHUNK + other)
 
 
 def gumbel(
@@ -114,7 +132,7 @@ def gumbel(
     Drafter and target that add it to their own logits and take the argmax draw from their own
     laws, often the same token (Daliri et al., arXiv 2408.07978).
     """
-    least, place = chunk_exponentials(seed, choice, position, token_ids // CHUNK)
+    chunk = chunk_exponentials(seed, choice, position, token_ids // CHUNK)
     keys = seed[:, None], choice[:, None], position[:, None]
     words = _words(*keys, token_ids // 4, STREAM_GUMBEL_REST)
     lane = token_ids % 4
@@ -123,5 +141,6 @@ def gumbel(
         torch.where(lane == 0, words[0], words[1]),
         torch.where(lane == 2, words[2], words[3]),
     )
-    rest = _exponential(word)
-    return torch.where(token_ids == place, least, least + rest).log_().neg_()
+    exponential = chunk.second + _exponential(word)
+    exponential = torch.where(token_ids == chunk.second_place, chunk.second, exponential)
+    return torch.where(token_ids == chunk.place, chunk.least, exponential).log_().neg_()

@@ -19,7 +19,7 @@ _SLACK = 1e-3  # of the noise's upper bound, covers the rounding of logit + nois
 
 def sample_rows(
     law: RowLaw,
-    kind: Tensor,  # [R] int32, DRAW_*
+    kind: Tensor | None,  # [R] int32, DRAW_*; None: argmax, all of them
     *,
     uniform: Tensor | None,  # [R] in [0, 1); None where no row is DRAW_UNIFORM
     seed: Tensor,  # [R] int64
@@ -32,6 +32,8 @@ def sample_rows(
     NaN or +inf, or of -inf only, is no law: it gives some id in [0, V), and False.
     """
     scaled = law.scaled()
+    if kind is None:
+        return argmax_lowest(scaled), valid_rows(scaled)
     token_ids = torch.empty_like(kind, dtype=torch.int64)
     for how in (DRAW_ARGMAX, DRAW_UNIFORM, DRAW_GUMBEL):
         chosen = kind == how
@@ -99,9 +101,9 @@ def draw_gumbel(
     """argmax(scaled + gumbel noise), the lowest column of equal ones.
 
     The noise is that of `philox.gumbel`, so a drafter and its target that draw at one (seed,
-    choice, position) often agree (arXiv 2408.07978). The largest noise of each chunk of ids bounds
-    what its tokens can score; those that can win are scored. The result is that of scoring every
-    token. In [0, V) whatever the row holds.
+    choice, position) often agree (arXiv 2408.07978). The two largest noises of each chunk of ids
+    bound what its tokens can score; those that can win are scored. The result is that of scoring
+    every token. In [0, V) whatever the row holds.
     """
     scaled = law.scaled()
     vocab_size = scaled.shape[1]
@@ -115,8 +117,11 @@ def draw_gumbel(
 
     num_chunks = -(-vocab_size // CHUNK) if token_ids is None else int(ids.max()) // CHUNK + 1
     chunks = torch.arange(num_chunks, device=scaled.device).expand(scaled.shape[0], -1)
-    least, _ = chunk_exponentials(seed, choice, position, chunks)
-    bound = scaled + (-least.log_())[:, ids // CHUNK]
+    noise = chunk_exponentials(seed, choice, position, chunks)
+    # No token's noise is above its chunk's second, but for the one that has the first.
+    bound = scaled - noise.second.log()[:, ids // CHUNK]
+    first = ids == noise.place[:, ids // CHUNK]
+    bound = torch.where(first, scaled - noise.least.log()[:, ids // CHUNK], bound)
     to_beat = scores(rows, bound.argmax(1))
     row, column = (bound + _SLACK >= to_beat[:, None]).nonzero(as_tuple=True)
     score = scores(row, column)

@@ -15,17 +15,15 @@ from spectrue.kernels.reference_draw import DRAW_ARGMAX, DRAW_GUMBEL, DRAW_UNIFO
 from spectrue.kernels.row_law import CHUNK, RowLaw
 from spectrue.kernels.triton_common import (
     exp2_scale,
-    exponential,
     in_support,
     load_logits,
     load_support,
     not_above,
     pack,
     unpack,
-    words,
 )
 from spectrue.kernels.triton_launch import launch, warps_for
-from spectrue.kernels.triton_philox import chunk_noise, gumbel_noise
+from spectrue.kernels.triton_philox import chunk_noise, gumbel_noise, two_least
 from spectrue.kernels.triton_rows import check_logits, with_chunks
 
 _DRAW_BY_ROW = 3
@@ -129,24 +127,27 @@ def _gumbel(
     BATCH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The chunk that can score most, then the others that can still win, BATCH at a time."""
+    """The tokens with the largest noise of their chunk, then the chunks whose others can win."""
     i = tl.arange(0, BLOCK)
-    w0, _, _, _ = words(seed, i, position, choice, GUMBEL)
-    noise = -tl.log(exponential(w0) * (1.0 / CHUNK))
+    least, place, second, _ = two_least(seed, choice, position, i, GUMBEL, CHUNK)
     inv_temperature = scale * 0.6931471805599453
     possible = (peaks >= cut) & (peaks > float("-inf"))
-    bound = tl.where(possible, (peaks - peak) * inv_temperature + noise + _SLACK, float("-inf"))
-    # First the chunk with the largest bound alone: its score is one to beat.
-    to_beat = tl.max(bound, 0)
-    best = pack(to_beat * 0 + float("-inf"), vocab_size - 1)
-    left = (to_beat > float("-inf")).to(tl.int32)
+    column = i * CHUNK + place
+    x = load_logits(logits + column, possible & (column < vocab_size))
+    score = (x - peak) * inv_temperature - tl.log(least)
+    score = tl.where(in_support(x, column, cut, tie), score, float("-inf"))
+    best = tl.max(pack(score, column), 0)
+    to_beat = unpack(best)[0]
+    bound = (peaks - peak) * inv_temperature - tl.log(second) + _SLACK
+    bound = tl.where(possible, bound, float("-inf"))
+    left = tl.sum((possible & (bound >= to_beat)).to(tl.int32), 0)
     while left > 0:
         # As many chunks lie before a place of the batch as have a rank not above it.
-        rank = tl.cumsum((bound >= to_beat).to(tl.int32), 0)
-        place = tl.arange(0, BATCH)
+        rank = tl.cumsum(((bound >= to_beat) & (bound > float("-inf"))).to(tl.int32), 0)
+        slot = tl.arange(0, BATCH)
         found = _best_of_chunks(
             logits,
-            tl.sum(not_above(rank[None, :], place[:, None]), 1),
+            tl.sum(not_above(rank[None, :], slot[:, None]), 1),
             peak,
             inv_temperature,
             seed,
@@ -163,7 +164,7 @@ def _gumbel(
         bound = tl.where((bound >= to_beat) & (rank <= BATCH), float("-inf"), bound)
         best = tl.maximum(best, found)
         to_beat = unpack(best)[0]
-        left = tl.sum((bound >= to_beat).to(tl.int32), 0)
+        left = tl.sum(((bound >= to_beat) & (bound > float("-inf"))).to(tl.int32), 0)
     return tl.minimum(unpack(best)[1], vocab_size - 1)
 
 
@@ -264,7 +265,6 @@ def _draw(
     assert law.chunk_peak is not None
     num_chunks = law.chunk_peak.shape[1]
     block = triton.next_power_of_2(num_chunks)
-    most = 4 if block <= 1024 and (mode == DRAW_ARGMAX or uniform is not None) else 8
     out = torch.empty(law.num_rows, dtype=torch.int64, device=law.logits.device)
     launch(
         _draw_kernel,
@@ -294,10 +294,9 @@ def _draw(
         GUMBEL=STREAM_GUMBEL,
         REST=STREAM_GUMBEL_REST,
         CHUNK=CHUNK,
-        # Chunks scored at once by a Gumbel draw: measured for 1024 chunks, no spills above.
-        BATCH=8 if block <= 1024 else 4,
+        BATCH=4,  # chunks scored at once by a Gumbel draw: more than it mostly needs
         BLOCK=block,
-        num_warps=warps_for(block, most),
+        num_warps=warps_for(block, 4 if block <= 1024 else 8),
     )
     return out
 
@@ -312,7 +311,7 @@ def draw_inverse_cdf(law: RowLaw, uniform: Tensor) -> Tensor:
 
 def sample_rows(
     law: RowLaw,
-    kind: Tensor,
+    kind: Tensor | None,
     *,
     uniform: Tensor | None,
     seed: Tensor,
@@ -320,6 +319,8 @@ def sample_rows(
     position: Tensor,
 ) -> tuple[Tensor, Tensor]:
     valid = torch.empty(law.num_rows, dtype=torch.bool, device=law.logits.device)
+    if kind is None:
+        return _draw(law, DRAW_ARGMAX, valid=valid), valid
     token_ids = _draw(
         law,
         _DRAW_BY_ROW,

@@ -49,6 +49,17 @@ def uniform(seed: Tensor, choice: Tensor, position: Tensor, stream: int) -> Tens
 
 
 @triton.jit
+def two_least(seed, choice, position, chunk, GUMBEL: tl.constexpr, CHUNK: tl.constexpr):
+    """(least exponential, its place in the chunk, the second, its place) of each chunk."""
+    w0, w1, w2, w3 = words(seed, chunk, position, choice, GUMBEL)
+    least = exponential(w0) * (1.0 / CHUNK)
+    second = least + exponential(w2) * (1.0 / (CHUNK - 1))
+    place = (w1 >> 25).to(tl.int32)
+    other = ((w3 >> 8).to(tl.int64) * (CHUNK - 1) >> 24).to(tl.int32)
+    return least, place, second, other + (other >= place).to(tl.int32)
+
+
+@triton.jit
 def gumbel_noise(
     seed,
     choice,
@@ -59,13 +70,12 @@ def gumbel_noise(
     CHUNK: tl.constexpr,
 ):
     """The noise of any token ids: two Philox calls each. Draws by chunk need far fewer."""
-    w0, w1, _, _ = words(seed, token // CHUNK, position, choice, GUMBEL)
-    least = exponential(w0) * (1.0 / CHUNK)
-    first = (w1 >> 25).to(tl.int32) == token % CHUNK
+    least, place, second, other = two_least(seed, choice, position, token // CHUNK, GUMBEL, CHUNK)
     r0, r1, r2, r3 = words(seed, token // 4, position, choice, REST)
     lane = token % 4
     word = tl.where(lane < 2, tl.where(lane == 0, r0, r1), tl.where(lane == 2, r2, r3))
-    return -tl.log(tl.where(first, least, least + exponential(word)))
+    value = tl.where(token % CHUNK == other, second, second + exponential(word))
+    return -tl.log(tl.where(token % CHUNK == place, least, value))
 
 
 @triton.jit
@@ -80,15 +90,13 @@ def chunk_noise(
     CHUNK: tl.constexpr,
 ):
     """The noise of whole chunks, [N, CHUNK]: one Philox call for four tokens."""
-    w0, w1, _, _ = words(seed, chunk, position, choice, GUMBEL)
-    least = exponential(w0) * (1.0 / CHUNK)
-    place = (w1 >> 25).to(tl.int32)
+    least, place, second, other = two_least(seed, choice, position, chunk, GUMBEL, CHUNK)
     block = chunk[:, None] * (CHUNK // 4) + tl.arange(0, CHUNK // 4)[None, :]
     r0, r1, r2, r3 = words(seed, block, position, choice, REST)
     word = tl.reshape(tl.join(tl.join(r0, r2), tl.join(r1, r3)), [N, CHUNK])
-    first = tl.arange(0, CHUNK)[None, :] == place[:, None]
-    rest = tl.where(first, 0.0, exponential(word))
-    return -tl.log(least[:, None] + rest)
+    i = tl.arange(0, CHUNK)[None, :]
+    value = second[:, None] + tl.where(i == other[:, None], 0.0, exponential(word))
+    return -tl.log(tl.where(i == place[:, None], least[:, None], value))
 
 
 @triton.jit

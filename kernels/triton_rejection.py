@@ -57,6 +57,8 @@ def _accept_kernel(
     invalid_out,  # [B]
     guards,  # [B, NUM_GUARDS]
     stop_out,  # [B] draft whose law the residual takes away, or _STOP_*
+    stop_row,  # [B] row of the logits where the request stops
+    facts,  # [B, 4] of that row: peak, total, and the draft's 1 / temperature and normaliser
     logits,
     stride,
     temperature,
@@ -101,11 +103,9 @@ def _accept_kernel(
     column = tl.where(known, column, 0)
     place = (first + i).to(tl.int64)
     logit = tl.load(draft_logits + place * draft_stride + column, mask=known, other=0.0)
-    prob, sound = _draft_prob(
-        logit,
-        tl.load(draft_inv_temperature + place, mask=mine, other=1.0).to(tl.float32),
-        tl.load(draft_log_normalizer + place, mask=mine, other=0.0).to(tl.float32),
-    )
+    inv_t = tl.load(draft_inv_temperature + place, mask=mine, other=1.0).to(tl.float32)
+    log_normalizer = tl.load(draft_log_normalizer + place, mask=mine, other=0.0).to(tl.float32)
+    prob, sound = _draft_prob(logit, inv_t, log_normalizer)
     recorded = tl.load(draft_token_probs + place, mask=mine, other=0.0).to(tl.float32)
     same = tl.abs(prob - recorded) <= _TOLERANCE * recorded  # false for NaN
     row = law_row.to(tl.int64)
@@ -122,7 +122,7 @@ def _accept_kernel(
         tie = tl.load(last_tie + row, mask=mine, other=0)
     x = load_logits(logits + row * stride + token, known & valid)
     inside = known & valid & in_support(x, token, cut, tie)
-    total = tl.load(row_total + law_row, mask=mine, other=1.0)
+    total = tl.load(row_total + law_row, mask=i <= k, other=1.0)
     target = tl.where(inside, tl.exp2((x - peak) * scale), 0.0) / total
     coin = tl.load(coins + place, mask=mine, other=1.0).to(tl.float32)
     accepted = known & sound & same & valid & (prob > 0) & (coin * prob < target)
@@ -137,6 +137,12 @@ def _accept_kernel(
     stop = tl.where(rejecting & (unknown + changed == 0), first + length, _STOP_TARGET)
     tl.store(stop_out + request, tl.where(bad_row > 0, _STOP_INVALID, stop))
     out = request.to(tl.int64)
+    # One load of what the next kernels would else look up in turn. NaN times 0 is no 0: selected.
+    tl.store(stop_row + out, tl.sum(tl.where(here, row, 0), 0))
+    tl.store(facts + out * 4, tl.sum(tl.where(here, peak, 0.0), 0))
+    tl.store(facts + out * 4 + 1, tl.sum(tl.where(here, total, 0.0), 0))
+    tl.store(facts + out * 4 + 2, tl.sum(tl.where(here, inv_t, 0.0), 0))
+    tl.store(facts + out * 4 + 3, tl.sum(tl.where(here, log_normalizer, 0.0), 0))
     guards += out * NUM_GUARDS
     tl.store(guards + ROW_INVALID, bad_row)
     tl.store(guards + OUT_OF_RANGE, tl.where(rejecting, unknown, 0))
@@ -185,20 +191,15 @@ def _residual_kernel(
     part_law,  # [B, parts] sum of the draft law
     part_bad,  # [B, parts] entries that are no probability
     stop,  # [B]
-    num_accepted,
-    cu_num_draft_tokens,
+    stop_row,  # [B]
+    facts,  # [B, 4]
     logits,
     stride,
     temperature,
     pivot,
     last_tie,
-    index,
-    row_peak,
-    row_total,
     draft_logits,
     draft_stride,
-    draft_inv_temperature,
-    draft_log_normalizer,
     draft_index,
     vocab_size,
     draft_vocab_size,
@@ -211,25 +212,22 @@ def _residual_kernel(
     part = tl.program_id(0) % parts
     out = request.to(tl.int64)
     at = tl.load(stop + request)
+    row = tl.load(stop_row + request)
+    facts += out * 4
     if at >= 0:
-        first = span(cu_num_draft_tokens, request)[0]
-        law_row = first + request + tl.load(num_accepted + request)
-        row = law_row
-        if index is not None:
-            row = tl.load(index + law_row)
         cut, tie = load_support(pivot, last_tie, row, vocab_size)
         chunk = part * CHUNKS + tl.arange(0, CHUNKS)
         column = chunk[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
         weight, prob, sound = _weights(
             logits + row * stride,
-            tl.load(row_peak + law_row),
-            tl.load(row_total + law_row),
+            tl.load(facts),
+            tl.load(facts + 1),
             exp2_scale(temperature, row),
             cut,
             tie,
             draft_logits + at.to(tl.int64) * draft_stride,
-            tl.load(draft_inv_temperature + at).to(tl.float32),
-            tl.load(draft_log_normalizer + at).to(tl.float32),
+            tl.load(facts + 2),
+            tl.load(facts + 3),
             draft_index,
             column,
             vocab_size,
@@ -246,6 +244,8 @@ def _final_kernel(
     output,
     guards,
     stop,
+    stop_row,
+    facts,
     num_accepted,
     uniforms,  # [R]
     residual_sum,  # [B, num_chunks]
@@ -257,15 +257,10 @@ def _final_kernel(
     temperature,
     pivot,
     last_tie,
-    index,
     chunk_peak,
     chunk_sum,
-    row_peak,
-    row_total,
     draft_logits,
     draft_stride,
-    draft_inv_temperature,
-    draft_log_normalizer,
     draft_index,
     vocab_size,
     draft_vocab_size,
@@ -285,10 +280,8 @@ def _final_kernel(
     out = request.to(tl.int64)
     first = span(cu_num_draft_tokens, request)[0]
     length = tl.load(num_accepted + request)
-    law_row = first + request + length
-    row = law_row
-    if index is not None:
-        row = tl.load(index + law_row)
+    row = tl.load(stop_row + request)
+    facts += out * 4
     guards += out * NUM_GUARDS
     at = tl.load(stop + request)
     token = tl.full([], PLACEHOLDER, tl.int64)
@@ -299,8 +292,8 @@ def _final_kernel(
         i = tl.arange(0, BLOCK)
         mask = i < num_chunks
         scale = exp2_scale(temperature, row)
-        peak = tl.load(row_peak + law_row)
-        total = tl.load(row_total + law_row)
+        peak = tl.load(facts)
+        total = tl.load(facts + 1)
         # The law of the target by chunks, as probabilities.
         peaks = tl.load(chunk_peak + row * num_chunks + i, mask=mask, other=float("-inf"))
         sums = tl.load(chunk_sum + row * num_chunks + i, mask=mask, other=0.0)
@@ -324,7 +317,7 @@ def _final_kernel(
                 mass = residual
         # A chunk whose tokens' own weights may be flushed to zero is none to look into.
         mass = tl.where(mass > 1e-30, mass, 0.0)
-        u = tl.load(uniforms + law_row).to(tl.float32)
+        u = tl.load(uniforms + first + request + length).to(tl.float32)
         aim = u * tl.sum(mass, 0)
         chunk, before = first_above(mass, aim, BLOCK)
         column = chunk * CHUNK + tl.arange(0, CHUNK)
@@ -338,8 +331,8 @@ def _final_kernel(
             cut,
             tie,
             draft_logits + law_at.to(tl.int64) * draft_stride,
-            tl.load(draft_inv_temperature + law_at, mask=at >= 0, other=1.0).to(tl.float32),
-            tl.load(draft_log_normalizer + law_at, mask=at >= 0, other=0.0).to(tl.float32),
+            tl.load(facts + 2),
+            tl.load(facts + 3),
             draft_index,
             column,
             vocab_size,
@@ -388,6 +381,8 @@ def verify_rejection(
     invalid = torch.empty(num_requests, dtype=torch.bool, device=device)
     guards = torch.empty(num_requests, NUM_GUARDS, dtype=torch.int32, device=device)
     stop = torch.empty(num_requests, dtype=torch.int32, device=device)
+    stop_row = torch.empty(num_requests, dtype=torch.int64, device=device)
+    facts = torch.empty(num_requests, 4, dtype=torch.float32, device=device)
     residual = torch.empty(num_requests, num_chunks, dtype=torch.float32, device=device)
     part_law = torch.empty(num_requests, parts, dtype=torch.float32, device=device)
     part_bad = torch.empty(num_requests, parts, dtype=torch.int32, device=device)
@@ -396,20 +391,8 @@ def verify_rejection(
     draft_index = None if draft_index is None else draft_index.contiguous()
     if draft_logits.stride(1) != 1:
         draft_logits = draft_logits.contiguous()
-    rows = (
-        law.logits,
-        law.logits.stride(0),
-        law.temperature,
-        law.pivot,
-        law.last_tie,
-        law.index,
-    )
-    drafts = (
-        draft_logits,
-        draft_logits.stride(0),
-        draft_inv_temperature.contiguous(),
-        draft_log_normalizer.contiguous(),
-    )
+    rows = law.logits, law.logits.stride(0), law.temperature, law.pivot, law.last_tie
+    drafts = draft_logits, draft_logits.stride(0)
     launch(
         _accept_kernel,
         (num_requests,),
@@ -418,12 +401,17 @@ def verify_rejection(
         invalid,
         guards,
         stop,
+        stop_row,
+        facts,
         *rows,
+        law.index,
         peak,
         total,
         draft_token_ids.contiguous(),
         cu_num_draft_tokens,
         *drafts,
+        draft_inv_temperature.contiguous(),
+        draft_log_normalizer.contiguous(),
         draft_token_probs.contiguous(),
         draft_index,
         coins.contiguous(),
@@ -445,11 +433,9 @@ def verify_rejection(
         part_law,
         part_bad,
         stop,
-        num_accepted,
-        cu_num_draft_tokens,
+        stop_row,
+        facts,
         *rows,
-        peak,
-        total,
         *drafts,
         draft_index,
         vocab_size,
@@ -465,6 +451,8 @@ def verify_rejection(
         output,
         guards,
         stop,
+        stop_row,
+        facts,
         num_accepted,
         uniforms.contiguous(),
         residual,
@@ -474,8 +462,6 @@ def verify_rejection(
         *rows,
         law.chunk_peak,
         law.chunk_sum,
-        peak,
-        total,
         *drafts,
         draft_index,
         vocab_size,

@@ -23,7 +23,8 @@ from spectrue.kernels.triton_common import (
 )
 from spectrue.kernels.triton_launch import launch, warps_for
 
-CHUNKS = 64  # of a program
+CHUNKS = 64  # of a program that sums
+CHUNKS_OF_MAXIMA = 16  # of one that does not: measured, docs/performance.md
 _LN2 = tl.constexpr(0.6931471805599453)
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -44,14 +45,20 @@ def _chunk_kernel(
     row = (tl.program_id(0) // parts).to(tl.int64)
     chunk = tl.program_id(0) % parts * CHUNKS + tl.arange(0, CHUNKS)
     column = chunk[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
-    x = load_logits(logits + row * stride + column, column < vocab_size)
-    peak = tl.max(x, 1)
+    mask = column < vocab_size
     out = row * num_chunks + chunk
-    tl.store(chunk_peak + out, peak, mask=chunk < num_chunks)
-    if chunk_sum is not None:
+    if chunk_sum is None:
+        peak = tl.max(load_logits(logits + row * stride + column, mask), 1)
+    else:
+        # NaN is looked for in the sums, not in every value: the pass is bound by instructions.
+        x = tl.load(logits + row * stride + column, mask=mask, other=float("-inf")).to(tl.float32)
+        peak = tl.max(x, 1)
         shift = tl.where(peak == float("-inf"), 0.0, peak)
         weight = tl.exp2((x - shift[:, None]) * exp2_scale(temperature, row))
-        tl.store(chunk_sum + out, tl.sum(weight, 1), mask=chunk < num_chunks)
+        total = tl.sum(weight, 1)
+        peak = tl.where(total == total, peak, float("inf"))
+        tl.store(chunk_sum + out, total, mask=chunk < num_chunks)
+    tl.store(chunk_peak + out, peak, mask=chunk < num_chunks)
 
 
 def check_logits(logits: Tensor) -> Tensor:
@@ -68,7 +75,7 @@ def with_chunks(law: RowLaw, sums: bool = True) -> RowLaw:
     logits = check_logits(law.logits)
     num_rows, vocab_size = logits.shape
     num_chunks = triton.cdiv(vocab_size, CHUNK)
-    chunks = min(CHUNKS, triton.next_power_of_2(num_chunks))
+    chunks = min(CHUNKS if sums else CHUNKS_OF_MAXIMA, triton.next_power_of_2(num_chunks))
     shape = num_rows, num_chunks
     peak = torch.empty(shape, dtype=torch.float32, device=logits.device)
     weight = torch.empty_like(peak) if sums else None
@@ -84,7 +91,7 @@ def with_chunks(law: RowLaw, sums: bool = True) -> RowLaw:
         num_chunks,
         CHUNKS=chunks,
         CHUNK=CHUNK,
-        num_warps=warps_for(chunks * CHUNK // 8, 8),
+        num_warps=warps_for(chunks * CHUNK // (8 if sums else 4), 8),
     )
     return replace(law, logits=logits, chunk_peak=peak, chunk_sum=weight)
 

@@ -99,7 +99,12 @@ def _target_tokens(
         uniform = dispatch.uniform(*key, dispatch.STREAM_DRAW)
     seed, choice, position = key
     return dispatch.sample_rows(
-        law, kind, uniform=uniform, seed=seed, choice=choice, position=position
+        law,
+        kind if bool((kind != dispatch.DRAW_ARGMAX).any()) else None,  # None: a greedy batch
+        uniform=uniform,
+        seed=seed,
+        choice=choice,
+        position=position,
     )
 
 

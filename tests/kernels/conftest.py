@@ -18,6 +18,8 @@ import torch
 from spectrue.kernels import dispatch
 
 BACKEND = os.environ.get("SPECTRUE_TEST_BACKEND", "reference")
+if BACKEND == "cuda":
+    torch.set_default_device("cuda")  # before the modules make their constants
 
 
 @dataclass(frozen=True)
@@ -71,11 +73,8 @@ def _one_thread() -> None:
 
 @pytest.fixture(autouse=True)
 def _backend() -> Iterator[None]:
-    if BACKEND == "reference":
+    if BACKEND in ("reference", "cuda"):
         yield
-    elif BACKEND == "cuda":
-        with torch.device("cuda"):
-            yield
     elif BACKEND == "interpret":
         assert os.environ.get("TRITON_INTERPRET") == "1", "set TRITON_INTERPRET=1"
         with dispatch.use_backend("triton"):

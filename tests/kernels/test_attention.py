@@ -26,6 +26,7 @@ DTYPES = [torch.float32, *HALVES]
 # Half precision: inputs are exact, weights and the output are rounded.
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}
 Shape = tuple[int, int]  # query_len, seq_len
+core = pytest.mark.core
 
 
 @dataclass
@@ -140,28 +141,35 @@ class Case:
 def _large_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """The interpreter's time goes by the tile, whatever its size."""
     if BACKEND == "interpret":
-        from spectrue.kernels import triton_attention
+        from spectrue.kernels import triton_attention_plan
 
-        monkeypatch.setitem(triton_attention.TILES, ("wave64", True), (64, 64, 2, 4))
+        monkeypatch.setitem(triton_attention_plan.TILES, ("wave64", True), (64, 64, 2, 4))
 
 
 RAGGED: dict[str, list[Shape]] = {
     "one decode": [(1, 33)],
     "first token": [(1, 1)],
     "verify": [(4, 20), (3, 131), (1, 7), (4, 4)],
+    "prefill": [(40, 70)],
     "mixed": [(40, 90), (1, 150), (4, 65), (0, 0), (17, 17), (1, 2), (0, 9)],
 }
 if not SMALL:
     RAGGED |= {
         "equal decodes": [(1, 20)] * 5,
-        "prefill": [(70, 70)],
+        "longer prefill": [(70, 70)],
         "chunk of a long prompt": [(33, 300), (1, 300)],
         "many": [(1 + i % 5, 5 + 13 * i) for i in range(8)],
     }
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16] if SMALL else DTYPES)
-@pytest.mark.parametrize("name", RAGGED)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=core) if name in ("one decode", "verify", "prefill") else name
+        for name in RAGGED
+    ],
+)
 def test_ragged(name: str, dtype: torch.dtype) -> None:
     Case(RAGGED[name], dtype=dtype).check()
 
@@ -228,7 +236,23 @@ def test_one_split_or_many_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
         torch.testing.assert_close(out, outs[0], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("window", [5, 64] if SMALL else [1, 5, 16, 63, 64, 65, 200])
+@core
+def test_heads_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on RDNA: the dims of queries and keys a chunk at a time, the last one not whole."""
+    if BACKEND == "reference":
+        pytest.skip("a plan is Triton's")
+    from spectrue.kernels import triton_attention
+
+    plan = triton_attention.Plan(16, 32, 1, 4, 1, chunk_d=32)
+    monkeypatch.setattr(triton_attention, "_plan", lambda **_: plan)
+    dtype = torch.bfloat16 if TIER.bf16 else torch.float32
+    Case([(3, 70), (1, 9)], 4, 1, 80, padding=2, dtype=dtype).check()
+
+
+WINDOWS = [64] if SMALL else [1, 16, 63, 64, 65, 200]
+
+
+@pytest.mark.parametrize("window", [pytest.param(5, marks=core), *WINDOWS])
 def test_window(window: int) -> None:
     Case([(1, 150), (4, 130), (2, 3)], window=window).check()
     Case([(40, 100), (1, 1), (1, 70)], window=window).check()
@@ -242,12 +266,13 @@ def random_tree(size: int, rng: random.Random) -> list[set[int]]:
     return seen
 
 
-TREES: list[list[Shape]] = [[(7, 40), (1, 20), (5, 5)], [(40, 170)]]
+FIRST_TREE: list[Shape] = [(7, 40), (1, 20), (5, 5)]
+TREES: list[list[Shape]] = [[(40, 170)]]
 if not SMALL:
     TREES += [[(33, 97), (64, 64), (2, 300)], [(65, 129), (96, 100)], [(3, 520)]]
 
 
-@pytest.mark.parametrize("shapes", TREES, ids=str)
+@pytest.mark.parametrize("shapes", [pytest.param(FIRST_TREE, marks=core), *TREES], ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16] if SMALL else DTYPES)
 def test_trees(shapes: list[Shape], dtype: torch.dtype) -> None:
     rng = random.Random(sum(map(sum, shapes)))
@@ -255,6 +280,7 @@ def test_trees(shapes: list[Shape], dtype: torch.dtype) -> None:
     Case(shapes, 2, 1, tree=tree, padding=3, dtype=dtype).check()
 
 
+@core
 def test_siblings_do_not_see_one_another() -> None:
     """A sibling's key and value may be anything that is a number: no other row changes."""
     case = Case([(4, 30)], tree=[[{0}, {0, 1}, {0, 2}, {0, 1, 3}]])
@@ -304,13 +330,15 @@ def test_scale_and_large_scores() -> None:
     assert bool(got.isfinite().all())
 
 
+@core
 @pytest.mark.filterwarnings("ignore:All-NaN slice")  # NumPy, in the interpreter
 def test_a_request_does_not_depend_on_its_neighbours() -> None:
     """Same sizes, so the same plan: equal to the bit, whatever the other requests hold."""
     one = Case([(2, 70), (2, 300), (1, 9)])
     before = one.run()
     two = Case([(2, 70), (2, 300), (1, 9)])
-    slots = two.tables[1, torch.arange(300) // 16].long() * 16 + torch.arange(300) % 16
+    at = torch.arange(300, device=two.tables.device)
+    slots = two.tables[1, at // 16].long() * 16 + at % 16
     two.kv[slots] = NAN
     after = two.run()
     assert after[[0, 1, 4]].equal(before[[0, 1, 4]])

@@ -28,7 +28,7 @@ from spectrue.kernels.dispatch import (
     verify_rejection,
 )
 
-from .conftest import BACKEND, SLOW_BACKEND, TIER
+from .conftest import BACKEND, SLOW_BACKEND, TIER, rng
 
 DTYPE = TIER.floats[-1]
 # In float32 a uniform next to an interval's edge may fall on its other side: those are narrow.
@@ -82,7 +82,7 @@ def random_case(
     seed: int,
     reduced: int | None = None,
 ) -> Case:
-    generator = torch.Generator("cpu").manual_seed(seed)
+    generator = rng(seed)
     d2t: list[int] = torch.randperm(vocab_size, generator=generator)[
         : reduced or vocab_size
     ].tolist()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -16,6 +19,19 @@ DTYPES = [torch.float32, torch.float16, *([torch.bfloat16] if TIER.bf16 else [])
 # What one rounding to the dtype may cost, relative; float32 sums are a little worse than one.
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2**-11, torch.bfloat16: 2**-8}
 SIZES = [16, 100, 576] if SMALL else [16, 100, 576, 4096, 5120, 8192]
+
+
+def grid(values: Iterable[Any], core: Any) -> list[Any]:
+    """Every value in every dtype; one of them, in the last dtype, is run everywhere."""
+    return [
+        pytest.param(
+            *(value if isinstance(value, tuple) else (value,)),
+            dtype,
+            marks=[pytest.mark.core] if (value, dtype) == (core, DTYPES[-1]) else [],
+        )
+        for value in values
+        for dtype in DTYPES
+    ]
 
 
 def rand(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
@@ -35,8 +51,7 @@ def norm_of(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * weight.double()
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(("size", "dtype"), grid(SIZES, core=100))
 def test_rms_norm(size: int, dtype: torch.dtype) -> None:
     x, weight = rand(5, size, dtype=dtype), rand(size, dtype=dtype, seed=1)
     x[1] *= 1e-4 if dtype is torch.float16 else 1e-6  # where eps counts
@@ -50,8 +65,7 @@ def test_rms_norm(size: int, dtype: torch.dtype) -> None:
     assert_rounded(rms_norm(wide[:, :size], weight, 1e-6), norm_of(wide[:, :size], weight, 1e-6))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(("size", "dtype"), grid(SIZES, core=100))
 def test_add_rms_norm_is_the_two_ops(size: int, dtype: torch.dtype) -> None:
     x, residual = rand(4, size, dtype=dtype), 30 * rand(4, size, dtype=dtype, seed=1)
     weight = rand(size, dtype=dtype, seed=2)
@@ -84,9 +98,12 @@ if not SMALL:
     ROPE_SHAPES += [(4, 4, 96), (32, 8, 128), (16, 2, 256), (3, 3, 18)]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("norm", [False, True])
-@pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_dim"), ROPE_SHAPES)
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads", "head_dim", "norm", "dtype"),
+    grid(
+        [(*shape, norm) for shape in ROPE_SHAPES for norm in (False, True)], core=(7, 1, 80, True)
+    ),
+)
 def test_rope_write_kv(
     num_heads: int, num_kv_heads: int, head_dim: int, norm: bool, dtype: torch.dtype
 ) -> None:
@@ -129,9 +146,11 @@ def test_rope_write_kv(
     assert bool(kv[untouched].isnan().all())
 
 
+GATE_SIZES = [1, 100, 1024, 1100] if SMALL else [1, 100, 1024, 1536, 14336]
+
+
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp")  # NumPy, in the interpreter
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("size", [1, 100, 1024, 1100] if SMALL else [1, 100, 1024, 1536, 14336])
+@pytest.mark.parametrize(("size", "dtype"), grid(GATE_SIZES, core=100))
 def test_swiglu(size: int, dtype: torch.dtype) -> None:
     wide = 4 * rand(3, 2 * size + 3, dtype=dtype)
     wide[:, 2 * size :] = NAN
