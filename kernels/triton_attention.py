@@ -116,6 +116,7 @@ def paged_attention(
         PRECISION="ieee",
     )
     if splits > 1:
+        block_s = min(splits, JOIN_BLOCK)
         launch(
             _join,
             (num_tokens * num_heads,),
@@ -124,13 +125,13 @@ def paged_attention(
             out,
             cu_query_lens,
             batch,
-            num_warps=1 if block_d <= 128 else 2,
+            num_warps=max(1, block_s * block_d // 512),
             num_stages=1,
             NUM_HEADS=num_heads,
             HEAD_DIM=head_dim,
             BLOCK_D=block_d,
             SPLITS=splits,
-            BLOCK_S=min(splits, JOIN_BLOCK),
+            BLOCK_S=block_s,
         )
     return out
 

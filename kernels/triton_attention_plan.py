@@ -71,15 +71,16 @@ def make_plan(
         num_warps = 4
         if kind.startswith("sm_"):  # measured on an H200: docs/performance.md
             num_warps, num_stages, busy = 2, 3, 4
-
+    if kind == "sm_90" and block_m == 64 and half and not wide:
+        num_warps = 4  # a group of 4 warps multiplies 64 rows
     queries = block_m // fold
     tiles = batch if max_query_len <= queries else num_tokens // queries + batch
     wanted = units * (busy if block_m < 64 else 2) // max(tiles * num_kv_heads, 1)
     wanted = max(wanted, triton.cdiv(max_seq_len, LONG_SPLIT))
     num_splits = max(min(wanted, triton.cdiv(max_seq_len, MIN_SPLIT), MAX_SPLITS), 1)
     num_splits = 1 << num_splits.bit_length() - 1
-    # RDNA holds queries and keys twice: beside the sums, its registers do not take whole ones.
-    chunk_d = 64 if kind == "wave32" and half and (wide or block_m < 64) else 0
+    # RDNA 3 holds queries and keys twice: beside the sums, its registers do not take whole ones.
+    chunk_d = 64 if kind == "wave32" and half else 0
     return Plan(block_m, block_n, num_splits, num_warps, num_stages, chunk_d)
 
 

@@ -127,7 +127,7 @@ def _gumbel(
     BATCH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The tokens with the largest noise of their chunk, then the chunks whose others can win."""
+    """The tokens with the largest noise of their chunk, then chunks whose others can still win."""
     i = tl.arange(0, BLOCK)
     least, place, second, _ = two_least(seed, choice, position, i, GUMBEL, CHUNK)
     inv_temperature = scale * 0.6931471805599453
@@ -137,10 +137,29 @@ def _gumbel(
     score = (x - peak) * inv_temperature - tl.log(least)
     score = tl.where(in_support(x, column, cut, tie), score, float("-inf"))
     best = tl.max(pack(score, column), 0)
+    # The others of the likeliest token's chunk can nearly always win: score them at once.
+    first = tl.min(tl.where(peaks == peak, i, BLOCK - 1), 0)
+    likeliest = _best_of_chunks(
+        logits,
+        tl.zeros([1], tl.int32) + first,
+        peak,
+        inv_temperature,
+        seed,
+        choice,
+        position,
+        cut,
+        tie,
+        vocab_size,
+        1,
+        GUMBEL,
+        REST,
+        CHUNK,
+    )
+    best = tl.maximum(best, likeliest)
     to_beat = unpack(best)[0]
     bound = (peaks - peak) * inv_temperature - tl.log(second) + _SLACK
-    bound = tl.where(possible, bound, float("-inf"))
-    left = tl.sum((possible & (bound >= to_beat)).to(tl.int32), 0)
+    bound = tl.where(possible & (i != first), bound, float("-inf"))
+    left = tl.sum(((bound >= to_beat) & (bound > float("-inf"))).to(tl.int32), 0)
     while left > 0:
         # As many chunks lie before a place of the batch as have a rank not above it.
         rank = tl.cumsum(((bound >= to_beat) & (bound > float("-inf"))).to(tl.int32), 0)
