@@ -24,10 +24,10 @@ export RAY_USAGE_STATS_ENABLED ?= 0
 TEST_ENV := OMP_WAIT_POLICY=passive
 TOOLS := curl
 
-.PHONY: help serve install install-test tools test test-slow check format clean
+.PHONY: help serve install install-test tools test test-slow ladder ladder-full check format clean
 
 help:
-	@sed -n '1,7p' Makefile; echo; echo "targets: serve install tools test test-slow check format clean"
+	@sed -n '1,7p' Makefile; echo; echo "targets: serve install tools test test-slow ladder ladder-full check format clean"
 
 serve: install
 	@env -u RAY_AUTH_MODE $(BIN)/spectrue serve $(if $(CONFIG),--config "$(CONFIG)") \
@@ -68,8 +68,30 @@ install-test: .venv/.installed-test
 tools:
 	@tests/fetch_tools.sh .cache/tools $(TOOLS)
 
+# Triton's change of default: kernels are built and tested with fused multiply-adds.
+export TRITON_DEFAULT_FP_FUSION ?= 1
+KERNEL_TESTS = $(TEST_ENV) $(BIN)/python -m pytest tests/kernels -p no:cacheprovider -q
+
 test: install-test tools
 	$(TEST_ENV) $(BIN)/python -m pytest -m "not slow" $(PYTEST_ARGS)
+	$(MAKE) ladder
+
+# The kernels where there is no GPU: in Triton's interpreter, and as AMD code executed on the CPU.
+# (Their builds for every architecture, and the tests of what executes them, are in `make test`.)
+# Each backend in a process of its own, two at a time.
+ladder: install-test
+	@set -e; \
+	( SPECTRUE_TEST_BACKEND=gfx942 $(KERNEL_TESTS) -m core ) & first=$$!; \
+	( TRITON_INTERPRET=1 SPECTRUE_TEST_BACKEND=interpret $(KERNEL_TESTS) -m core -W ignore \
+	  && SPECTRUE_TEST_BACKEND=gfx950 $(KERNEL_TESTS) -m core \
+	  && SPECTRUE_TEST_BACKEND=gfx90a $(KERNEL_TESTS) -m core ) & second=$$!; \
+	failed=0; wait $$first || failed=1; wait $$second || failed=1; exit $$failed
+
+# Everything that the ladder leaves out: hours.
+ladder-full: install-test
+	$(TEST_ENV) $(BIN)/python -m pytest tests/amdgcn tests/kernels -q
+	TRITON_INTERPRET=1 SPECTRUE_TEST_BACKEND=interpret $(KERNEL_TESTS) -W ignore
+	for arch in gfx942 gfx950 gfx90a; do SPECTRUE_TEST_BACKEND=$$arch $(KERNEL_TESTS) || exit 1; done
 
 test-slow: install-test tools
 	$(TEST_ENV) $(BIN)/python -m pytest -m slow $(PYTEST_ARGS)

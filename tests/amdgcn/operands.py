@@ -83,6 +83,8 @@ def parse_operand(text: str) -> Operand:
     body, negate, absolute, sext = text, False, False, False
     if body.startswith("sext(") and body.endswith(")"):
         body, sext = body[5:-1], True
+    if body.startswith("neg(") and body.endswith(")"):  # of a constant: neg(0) is -0.0
+        body, negate = body[4:-1], True
     if body.startswith("-") and not re.match(r"-[\d.]", body):
         body, negate = body[1:], True
     if body.startswith("|") and body.endswith("|"):

@@ -258,6 +258,10 @@ def test_mixed() -> None:
     assert (run(code, v=v).v(4, np.float32) == wanted).all()
     code = "v_fma_mix_f32 v4, v1, 2.0, v1 op_sel:[0,0,1] op_sel_hi:[1,1,1]"
     assert (run(code, v=v).v(4, np.float32) == (2 * low + high).astype(np.float32)).all()
+    code = "v_fma_mix_f32 v4, v1, v1, neg(0) op_sel_hi:[1,1,0]"  # -0.0: a product stays as it is
+    assert (run(code, v=v).v(4, np.float32) == (low * low).astype(np.float32)).all()
+    zero = run(code, v={1: np.full(64, 0x8000, np.uint32)}).v(4, np.uint32)
+    assert (zero == 0).all()  # -0 * -0 - 0 is +0
     for name, shift in (("lo", 0), ("hi", 16)):
         out = run(f"v_fma_mix{name}_f16 v3, v1, v2, v2 op_sel_hi:[1,0,0]", v=v).v(3)
         exact = (low * x + x).astype(np.float32).astype(np.float16)

@@ -61,6 +61,8 @@ GOLDEN = Path(__file__).with_name("registers.json")
 HOW_TO_UPDATE = (
     "If that is meant: SPECTRUE_UPDATE_GOLDEN=1 python -m pytest tests/kernels/test_builds.py"
 )
+# A spilled SGPR goes to a lane of a VGPR, not to memory: a few are nothing to repair.
+SGPR_SPILLS = 16
 UPDATE = os.environ.get("SPECTRUE_UPDATE_GOLDEN") == "1"
 GFX = (*WAVE64, *WAVE32)
 # What attention's plan calls a GPU -> compute units, and the architectures that get its code.
@@ -425,7 +427,7 @@ def _check(work: Specialized) -> CompiledKernel:
     """Build, and raise CompileError or LimitError."""
     if work.arch not in CUDA:
         built = build(work)
-        built.check_limits()
+        built.check_limits(max_sgpr_spills=SGPR_SPILLS)
         return built
     # Triton runs the ptxas of its wheel that fits, and this prints what `ptxas -v` says.
     log = io.StringIO()
@@ -434,7 +436,7 @@ def _check(work: Specialized) -> CompiledKernel:
         built = build(work)
     # A build is kept, and the second time it prints nothing.
     text = _ptxas_logs.setdefault(work.key(), log.getvalue())
-    built.check_limits()
+    built.check_limits(max_sgpr_spills=SGPR_SPILLS)
     spills = re.findall(r"(\d+) bytes spill (?:stores|loads)", text)
     if not spills or any(map(int, spills)):
         said = [line.split(":")[-1].strip() for line in text.splitlines()]
