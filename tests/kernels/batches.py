@@ -22,7 +22,7 @@ class Batch:
     """B requests with k = 0..8 drafts: R = D + B rows."""
 
     logits: Tensor  # [R, V]
-    params: dict[str, Tensor]  # [R] each
+    params: dict[str, Any]  # [R] tensors
     kind: Tensor  # [R] DRAW_*
     keys: dict[str, Tensor]  # seed, choice, position [R]
     uniforms: Tensor  # [R]

@@ -223,13 +223,13 @@ def test_long_context(seq_len: int) -> None:
 def test_one_split_or_many_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     if BACKEND == "reference":
         pytest.skip("a plan is Triton's")
-    from spectrue.kernels import triton_attention
+    from spectrue.kernels import triton_attention, triton_attention_plan
 
     shapes = [(4, 300), (1, 600), (2, 129), (0, 0), (1, 128)]
     outs = []
     for num_splits in (1, 2, 8):
         for block_m, block_n in ((16, 32), (64, 128)):
-            plan = triton_attention.Plan(block_m, block_n, num_splits, 4, 2)
+            plan = triton_attention_plan.Plan(block_m, block_n, num_splits, 4, 2)
             monkeypatch.setattr(triton_attention, "_plan", lambda plan=plan, **_: plan)
             outs.append(Case(shapes, 2, 1, padding=2).check())
     for out in outs:
@@ -241,9 +241,9 @@ def test_heads_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on RDNA: the dims of queries and keys a chunk at a time, the last one not whole."""
     if BACKEND == "reference":
         pytest.skip("a plan is Triton's")
-    from spectrue.kernels import triton_attention
+    from spectrue.kernels import triton_attention, triton_attention_plan
 
-    plan = triton_attention.Plan(16, 32, 1, 4, 1, chunk_d=32)
+    plan = triton_attention_plan.Plan(16, 32, 1, 4, 1, chunk_d=32)
     monkeypatch.setattr(triton_attention, "_plan", lambda **_: plan)
     dtype = torch.bfloat16 if TIER.bf16 else torch.float32
     Case([(3, 70), (1, 9)], 4, 1, 80, padding=2, dtype=dtype).check()

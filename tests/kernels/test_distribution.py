@@ -9,6 +9,7 @@ import importlib.util
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -36,7 +37,7 @@ def laws() -> tuple[Tensor, Tensor]:
     return target, target + torch.randn(VOCAB, generator=rng(1)) * 0.8
 
 
-def params(n: int, method: str) -> dict[str, Tensor]:
+def params(n: int, method: str) -> dict[str, Any]:
     cuts = CUTS if "cut" in method else {}
     return {
         "temperature": torch.full((n,), 0.9),
@@ -48,7 +49,8 @@ def first_tokens(method: str, n: int, fault: str = "") -> Tensor:
     """The first token that each of n requests commits, at one law."""
     target, drafter = laws()
     keys = torch.arange(n) * 7919 + 13
-    key = {"seed": keys, "choice": keys % 3, "position": keys % 97}
+    at = keys, keys % 3, keys % 97  # seed, choice, position
+    key = dict(zip(("seed", "choice", "position"), at, strict=True))
     if not method.startswith("rejection"):
         law = dispatch.process_logits(target.expand(n, -1), **params(n, method))
         kind = DRAW_ARGMAX if fault == "argmax" else DRAW_UNIFORM
@@ -56,7 +58,7 @@ def first_tokens(method: str, n: int, fault: str = "") -> Tensor:
         tokens, valid = dispatch.sample_rows(
             law,
             torch.full((n,), kind, dtype=torch.int32),
-            uniform=dispatch.uniform(*key.values(), dispatch.STREAM_DRAW),
+            uniform=dispatch.uniform(*at, dispatch.STREAM_DRAW),
             **key,
         )
         # A draft that is always the likeliest token: the walk must not change the law.
@@ -80,7 +82,7 @@ def first_tokens(method: str, n: int, fault: str = "") -> Tensor:
     logits = drafter[d2t]
     inv = torch.full((n,), 1.1)
     drawn_from = (logits * 1.1).log_softmax(0).exp()
-    uniform = reference.uniform(*key.values(), dispatch.STREAM_DRAFT)
+    uniform = reference.uniform(*at, dispatch.STREAM_DRAFT)
     ids = torch.searchsorted(drawn_from.cumsum(0), uniform, right=True).clamp(max=len(d2t) - 1)
     handed = logits
     if fault == "another law":  # with its own normaliser and probabilities: nothing looks wrong
@@ -100,9 +102,10 @@ def first_tokens(method: str, n: int, fault: str = "") -> Tensor:
         draft_log_normalizer=normalizer.expand(n),
         draft_token_probs=recorded,
         draft_index=draft_index,
-        coins=dispatch.uniform(*key.values(), dispatch.STREAM_COIN),
+        coins=dispatch.uniform(*at, dispatch.STREAM_COIN),
         uniforms=dispatch.uniform(
-            *(k.repeat_interleave(2) for k in key.values()), dispatch.STREAM_DRAW
+            *(at[0].repeat_interleave(2), at[1].repeat_interleave(2), at[2].repeat_interleave(2)),
+            dispatch.STREAM_DRAW,
         ),
         max_draft_tokens=1,
     )

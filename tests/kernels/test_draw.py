@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from scipy import stats
@@ -211,7 +213,8 @@ def test_sample_rows_draws_each_row_its_own_way(vocab_size: int) -> None:
     temperature = torch.where(kind == DRAW_ARGMAX, 0.0, 0.8)
     keys = torch.arange(n) * 3 + 1
     u = uniform(keys, keys, keys, STREAM_DRAW)
-    for cuts in ({}, {"top_k": torch.full((n,), 5), "min_p": torch.full((n,), 0.01)}):
+    no_cuts: dict[str, Any] = {}
+    for cuts in (no_cuts, {"top_k": torch.full((n,), 5), "min_p": torch.full((n,), 0.01)}):
         law = process_logits(logits, temperature=temperature, **cuts)
         token, valid = sample_rows(law, kind, uniform=u, seed=keys, choice=keys, position=keys)
         assert valid.tolist() == [True] * 5 + [False]
