@@ -64,6 +64,7 @@ def test_match_with_a_given_width() -> None:
     assert num_accepted.tolist() == [1, 0]
 
 
+@pytest.mark.core
 def test_match_judges_only_rows_that_the_walk_reaches() -> None:
     target, draft, cu = [1, 2, 3] * 4, [1, 2, 1, 9, 1, 2, 9, 2], [2, 4, 6, 8]
     output, num_accepted, invalid = match(target, draft, cu, invalid_rows=(0, 5, 8, 10))
@@ -96,6 +97,7 @@ def walk_tree(
         rows.append(row)
 
 
+@pytest.mark.core
 def test_match_over_a_tree_by_hand() -> None:
     # Two roots' children (9 twice: equal siblings), a child of the first 9, one of the second.
     draft, parents = [7, 9, 9, 4, 5], [0, 0, 0, 2, 3]
