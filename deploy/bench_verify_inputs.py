@@ -33,7 +33,6 @@ class Inputs:
     seed: Tensor  # [R]
     choice: Tensor
     position: Tensor
-    argmax_kind: Tensor  # [R] int32, DRAW_*
     uniform_kind: Tensor
     gumbel_kind: Tensor
     valid: Tensor  # [R] bool
@@ -125,7 +124,6 @@ def make_inputs(
         seed=torch.randint(2**40, (num_rows,), generator=g, device=device),
         choice=full(0, dtype=torch.int64),
         position=row.flatten(),
-        argmax_kind=full(dispatch.DRAW_ARGMAX, dtype=torch.int32),
         uniform_kind=full(dispatch.DRAW_UNIFORM, dtype=torch.int32),
         gumbel_kind=full(dispatch.DRAW_GUMBEL, dtype=torch.int32),
         valid=full(1, dtype=torch.bool),

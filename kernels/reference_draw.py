@@ -119,9 +119,9 @@ def draw_gumbel(
     chunks = torch.arange(num_chunks, device=scaled.device).expand(scaled.shape[0], -1)
     noise = chunk_exponentials(seed, choice, position, chunks)
     # No token's noise is above its chunk's second, but for the one that has the first.
-    bound = scaled - noise.second.log()[:, ids // CHUNK]
-    first = ids == noise.place[:, ids // CHUNK]
-    bound = torch.where(first, scaled - noise.least.log()[:, ids // CHUNK], bound)
+    chunk = ids // CHUNK
+    first = ids == noise.place[:, chunk]
+    bound = scaled - torch.where(first, noise.least.log()[:, chunk], noise.second.log()[:, chunk])
     to_beat = scores(rows, bound.argmax(1))
     row, column = (bound + _SLACK >= to_beat[:, None]).nonzero(as_tuple=True)
     score = scores(row, column)

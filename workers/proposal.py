@@ -65,9 +65,10 @@ def sample_draft_proposal(logits: Tensor, rows: DraftRows) -> Draw:
         uniform = dispatch.uniform(
             rows.seed[i], rows.choice[i], rows.position[i], dispatch.STREAM_DRAFT
         )
-        token_ids[i] = dispatch.draw_inverse_cdf(law.select(i), uniform)
-        log_normalizer[i] = dispatch.logsumexp_rows(scaled[i])
-        drawn = scaled[i].gather(1, token_ids[i, None]).squeeze(1)
+        sampled = law.select(i)
+        token_ids[i] = dispatch.draw_inverse_cdf(sampled, uniform)
+        log_normalizer[i] = dispatch.logsumexp_rows(sampled.scaled())
+        drawn = scaled[i, token_ids[i]]
         token_probs[i] = (drawn - log_normalizer[i]).exp().clamp(max=1.0)
     if rows.coupled.any():
         i = rows.coupled.nonzero().squeeze(1)
