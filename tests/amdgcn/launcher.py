@@ -183,6 +183,8 @@ class RecordingLauncher:
     """Executes nothing and notes what would be built, to build it later for every target."""
 
     arch: str = "gfx942"  # whose rules of specialisation apply
+    buffer_ops: bool = True
+    fp_fusion: bool | None = None
     recorded: list[Specialized] = field(default_factory=list)
     _keys: set[tuple[Any, ...]] = field(default_factory=set)
 
@@ -195,7 +197,20 @@ class RecordingLauncher:
         num_warps: int,
         num_stages: int,
     ) -> None:
-        work, _ = specialize(kernel, args, constants, self.arch, num_warps, num_stages)
+        work, _ = specialize(
+            kernel,
+            args,
+            constants,
+            self.arch,
+            num_warps,
+            num_stages,
+            buffer_ops=self.buffer_ops,
+            fp_fusion=self.fp_fusion,
+        )
         if work.key() not in self._keys:
             self._keys.add(work.key())
-            self.recorded.append(work)
+            self.record(work)
+
+    def record(self, work: Specialized) -> None:
+        """What is new."""
+        self.recorded.append(work)

@@ -55,6 +55,7 @@ from tests.amdgcn.compile import (
     build,
     specialize,
 )
+from tests.amdgcn.launcher import RecordingLauncher
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = Path(__file__).with_name("registers.json")
@@ -349,38 +350,15 @@ def _cases() -> Iterator[Case]:
 
 
 @dataclasses.dataclass
-class Recorder:
-    """A launcher that specialises for one architecture, with or without buffer operations."""
+class Recorder(RecordingLauncher):
+    """Records by name: the kernel and what was called, `label`."""
 
-    arch: str
-    buffer_ops: bool
+    fp_fusion: bool | None = True
     label: str = ""
     found: dict[str, Specialized] = dataclasses.field(default_factory=dict)
-    _keys: set[tuple[Any, ...]] = dataclasses.field(default_factory=set)
 
-    def __call__(
-        self,
-        kernel: Any,
-        grid: tuple[int, ...],
-        args: tuple[Any, ...],
-        constants: dict[str, Any],
-        num_warps: int,
-        num_stages: int,
-    ) -> None:
-        work, _ = specialize(
-            kernel,
-            args,
-            constants,
-            self.arch,
-            num_warps,
-            num_stages,
-            buffer_ops=self.buffer_ops,
-            fp_fusion=True,
-        )
-        if work.key() in self._keys:
-            return
-        self._keys.add(work.key())
-        name = f"{kernel.__name__}: {self.label}"
+    def record(self, work: Specialized) -> None:
+        name = f"{work.kernel.__name__}: {self.label}"
         same = sum(n == name or n.startswith(f"{name} #") for n in self.found)
         self.found[f"{name} #{same + 1}" if same else name] = work
 
