@@ -34,10 +34,10 @@ def first_above(weights, aim, SIZE: tl.constexpr):
     sum may step by a rounding error where nothing was added.
     """
     i = tl.arange(0, SIZE)
-    running = tl.cumsum(weights, 0)
-    above = tl.min(tl.where((running > aim) & (weights > 0), i, SIZE), 0)
-    last = tl.max(tl.where(weights > 0, i, 0), 0)
-    place = tl.minimum(above, last)
+    # One reduction for both: the first place above, else the last one (counted from the end).
+    at = tl.where(tl.cumsum(weights, 0) > aim, i, 2 * SIZE - i)
+    found = tl.min(tl.where(weights > 0, at, 2 * SIZE), 0)
+    place = tl.where(found < SIZE, found, 2 * SIZE - found)
     return place, tl.sum(tl.where(i < place, weights, 0.0), 0)
 
 
@@ -67,10 +67,9 @@ def _inverse_cdf(
     # A chunk without weight has no sum, or one that a peak of -inf makes NaN.
     mass = tl.where(sums > 0, sums * tl.exp2((peaks - peak) * scale), 0.0)
     chunk, before = first_above(mass, uniform * tl.sum(mass, 0), BLOCK)
-    here = tl.arange(0, BLOCK) == chunk
-    chunk_peak = tl.sum(tl.where(here, peaks, 0.0), 0)
-    share = tl.sum(tl.where(here, sums, 0.0), 0) / tl.sum(tl.where(here, mass, 0.0), 0)
-    aim = (uniform * tl.sum(mass, 0) - before) * share  # in the chunk's own measure
+    chunk_peak = tl.sum(tl.where(tl.arange(0, BLOCK) == chunk, peaks, 0.0), 0)
+    # In the chunk's own measure.
+    aim = (uniform * tl.sum(mass, 0) - before) * tl.exp2((peak - chunk_peak) * scale)
     column = chunk * CHUNK + tl.arange(0, CHUNK)
     x = load_logits(logits + column, column < vocab_size)
     weight = tl.exp2((x - chunk_peak) * scale)

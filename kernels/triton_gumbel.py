@@ -101,10 +101,10 @@ def gumbel_max(
     to_beat = unpack(best)[0]
     bound = (peaks - peak) * inv_temperature - tl.log(second) + _SLACK
     bound = tl.where(possible & (i != first), bound, float("-inf"))
-    left = tl.sum(((bound >= to_beat) & (bound > float("-inf"))).to(tl.int32), 0)
+    left = tl.sum((bound >= to_beat).to(tl.int32), 0)
     while left > 0:
         # As many chunks lie before a place of the batch as have a rank not above it.
-        rank = tl.cumsum(((bound >= to_beat) & (bound > float("-inf"))).to(tl.int32), 0)
+        rank = tl.cumsum((bound >= to_beat).to(tl.int32), 0)
         slot = tl.arange(0, BATCH)
         found = _best_of_chunks(
             logits,
@@ -125,7 +125,7 @@ def gumbel_max(
         bound = tl.where((bound >= to_beat) & (rank <= BATCH), float("-inf"), bound)
         best = tl.maximum(best, found)
         to_beat = unpack(best)[0]
-        left = tl.sum(((bound >= to_beat) & (bound > float("-inf"))).to(tl.int32), 0)
+        left = tl.sum((bound >= to_beat).to(tl.int32), 0)
     return tl.minimum(unpack(best)[1], vocab_size - 1)
 
 

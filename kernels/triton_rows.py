@@ -97,6 +97,18 @@ def with_chunks(law: RowLaw, sums: bool = True) -> RowLaw:
 
 
 @triton.jit
+def sum_chunks(chunk_peak, chunk_sum, row, scale, num_chunks, BLOCK: tl.constexpr):
+    """(largest logit, sum of the weights relative to it) of a row; the peak shows a bad row."""
+    i = tl.arange(0, BLOCK)
+    mask = i < num_chunks
+    peaks = tl.load(chunk_peak + row * num_chunks + i, mask=mask, other=float("-inf"))
+    sums = tl.load(chunk_sum + row * num_chunks + i, mask=mask, other=0.0)
+    peak = tl.max(peaks, 0)
+    shift = tl.where((peak > float("-inf")) & (peak < float("inf")), peak, 0.0)
+    return peak, tl.sum(tl.where(sums > 0, sums * tl.exp2((peaks - shift) * scale), 0.0), 0)
+
+
+@triton.jit
 def _total_kernel(
     chunk_peak,
     chunk_sum,
@@ -113,25 +125,23 @@ def _total_kernel(
     row = out.to(tl.int64)
     if index is not None:
         row = tl.load(index + out)
-    i = tl.arange(0, BLOCK)
-    mask = i < num_chunks
-    peaks = tl.load(chunk_peak + row * num_chunks + i, mask=mask, other=float("-inf"))
-    peak = tl.max(peaks, 0)
-    valid = (peak > float("-inf")) & (peak < float("inf"))
-    if row_peak is not None:
-        tl.store(row_peak + out, peak)
-    if row_valid is not None:
-        tl.store(row_valid + out, valid)
-    if chunk_sum is not None:
-        sums = tl.load(chunk_sum + row * num_chunks + i, mask=mask, other=0.0)
-        shift = tl.where(valid, peak, 0.0)
+    if chunk_sum is None:
+        i = tl.arange(0, BLOCK)
+        peaks = chunk_peak + row * num_chunks + i
+        peak = tl.max(tl.load(peaks, mask=i < num_chunks, other=float("-inf")), 0)
+    else:
         scale = exp2_scale(temperature, row)
-        total = tl.sum(tl.where(sums > 0, sums * tl.exp2((peaks - shift) * scale), 0.0), 0)
+        peak, total = sum_chunks(chunk_peak, chunk_sum, row, scale, num_chunks, BLOCK)
         if row_total is not None:
             tl.store(row_total + out, total)
         if row_logsumexp is not None:
+            valid = (peak > float("-inf")) & (peak < float("inf"))
             found = tl.where(valid, tl.log(total) + peak * scale * _LN2, peak)
             tl.store(row_logsumexp + out, found)
+    if row_peak is not None:
+        tl.store(row_peak + out, peak)
+    if row_valid is not None:
+        tl.store(row_valid + out, (peak > float("-inf")) & (peak < float("inf")))
 
 
 def row_totals(law: RowLaw) -> tuple[Tensor, Tensor]:

@@ -24,9 +24,7 @@ def widest(cu_num_draft_tokens: Tensor, max_draft_tokens: int | None) -> int:
 def span(cu_num_draft_tokens, request):
     """(first draft, number of drafts) of a request."""
     end = tl.load(cu_num_draft_tokens + request).to(tl.int32)
-    first = tl.zeros([], tl.int32)
-    if request > 0:
-        first = tl.load(cu_num_draft_tokens + request - 1).to(tl.int32)
+    first = tl.load(cu_num_draft_tokens + request - 1, mask=request > 0, other=0).to(tl.int32)
     return first, end - first
 
 

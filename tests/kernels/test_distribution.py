@@ -149,11 +149,11 @@ def faulty(module: str, old: str, new: str, folder: Path) -> ModuleType:
 
 GUARD = {
     "reference": ("reference_verify", "<= _LAW_TOLERANCE * recorded", "<= 9"),
-    "triton": ("triton_rejection", "<= _TOLERANCE * recorded", "<= 9"),
+    "triton": ("triton_rejection", "<= TOLERANCE * recorded", "<= 9"),
 }
 CLAMP = {
     "reference": ("reference_verify", "(target - law).clamp_(min=0)", "(target - law).abs()"),
-    "triton": ("triton_rejection", "tl.maximum(target - prob, 0.0)", "tl.abs(target - prob)"),
+    "triton": ("triton_residual", "tl.maximum(target - prob, 0.0)", "tl.abs(target - prob)"),
 }
 SIDE = "reference" if BACKEND == "reference" else "triton"
 FEW = min(TIER.draws, 4000)
@@ -187,5 +187,10 @@ def test_fault_a_residual_without_the_clamp(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     module = faulty(*CLAMP[SIDE], tmp_path)
-    monkeypatch.setitem(dispatch.BACKENDS[SIDE], "verify_rejection", module.verify_rejection)
+    if SIDE == "reference":
+        monkeypatch.setitem(dispatch.BACKENDS[SIDE], "verify_rejection", module.verify_rejection)
+    else:
+        op = importlib.import_module("spectrue.kernels.triton_rejection")
+        for kernel in ("residual_kernel", "final_kernel"):
+            monkeypatch.setattr(op, kernel, getattr(module, kernel))
     assert p_value("rejection", first_tokens("rejection", FEW)) < 1e-4
