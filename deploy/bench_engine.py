@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -76,18 +77,19 @@ def read_prompts(path: Path) -> list[str]:
     return prompts
 
 
+def _prompt_ids(engine: Engine, prompt: str) -> tuple[int, ...]:
+    if engine.tokenizer is None:  # random weights: any ids will do, one a byte
+        return tuple(byte % engine.info.vocab_size for byte in prompt.encode())
+    return tuple(engine.tokenizer.apply_chat_template([{"role": "user", "content": prompt}]))
+
+
 def run_batch(
     engine: Engine, prompts: Sequence[str], params: SamplingParams, batch_size: int
 ) -> BenchResult:
     """Complete all `prompts`, `batch_size` at a time: one that ends is replaced by the next."""
-    assert engine.tokenizer is not None
     todo = [
         Request(
-            request_id=f"bench-{i}",
-            prompt_token_ids=tuple(
-                engine.tokenizer.apply_chat_template([{"role": "user", "content": prompt}])
-            ),
-            params=params,
+            request_id=f"bench-{i}", prompt_token_ids=_prompt_ids(engine, prompt), params=params
         )
         for i, prompt in enumerate(prompts)
     ]
@@ -145,15 +147,21 @@ def run(
     with console.status("warming up"):
         warm = SamplingParams(temperature=temperature, max_tokens=8, ignore_eos=True)
         run_batch(engine, PROMPTS[:batch_size], warm, batch_size)
+    warm_depths = Counter(engine.scheduler.depths)
     with console.status(f"{len(prompts)} prompts of up to {max_tokens} tokens"):
         result = run_batch(engine, prompts, params, batch_size)
     resolved = engine.info.resolved
+    depths = engine.scheduler.depths - warm_depths
     k = resolved.num_speculative_tokens
     if as_json:
         more = {
             "model": config.name,
             "dtype": engine.info.dtype,
+            "load_format": config.load_format,
             "num_speculative_tokens": k,
+            "depth": resolved.depth,
+            "steps_by_depth": dict(sorted(depths.items())),
+            "simulated_acceptance": list(resolved.simulated_acceptance),
             "verify_method": resolved.verify_method,
             "threads": torch.get_num_threads(),
         }
@@ -164,8 +172,15 @@ def run(
     )
     table.add_column("")
     table.add_column("value", justify="right")
+    if config.load_format == "dummy":
+        table.add_row("weights", "RANDOM (load_format: dummy)")
     table.add_row("batch size", str(result.batch_size))
     table.add_row("drafter", f"{result.drafter}, k={k}, verify {resolved.verify_method}")
+    if resolved.simulated_acceptance:
+        rates = ", ".join(f"{rate:.3g}" for rate in resolved.simulated_acceptance)
+        table.add_row("acceptance", f"SIMULATED, {rates}")
+    used = ", ".join(f"{depth}: {steps}" for depth, steps in sorted(depths.items()))
+    table.add_row("steps by depth", used or "no drafts")
     table.add_row("output tokens", f"{result.num_output_tokens}")
     table.add_row("tokens/s", f"{result.tokens_per_second:.1f}")
     table.add_row("accept length", f"{result.accept_length:.3f}")

@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 
 from spectrue.workers.config import EngineConfig, SpeculativeConfig
-from spectrue.workers.errors import SpectrueError
+from spectrue.workers.errors import ConfigError, SpectrueError
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 bench = typer.Typer(no_args_is_help=True, help="Measurements.")
@@ -40,12 +40,17 @@ def _root(
 Model = Annotated[
     str | None, typer.Option(help="A name, a folder with config.json, or a .gguf file.")
 ]
-Drafter = Annotated[str | None, typer.Option(help="none, ngram or draft_model.")]
+Drafter = Annotated[
+    str | None, typer.Option(help="none, ngram, draft_model, eagle, eagle3 or mtp.")
+]
 K = Annotated[
     int | None, typer.Option(help="k, the most draft tokens that a request gets in a step.")
 ]
+Depth = Annotated[
+    str | None, typer.Option(help="fixed, or adaptive: each step's k by what is measured.")
+]
 DraftModel = Annotated[
-    str | None, typer.Option(help="The drafter's checkpoint; sets --drafter draft_model.")
+    str | None, typer.Option(help="The drafter's checkpoint; alone, sets --drafter draft_model.")
 ]
 VerifyMethod = Annotated[str | None, typer.Option(help="auto, match or rejection.")]
 DraftSampling = Annotated[str | None, typer.Option(help="auto, greedy, sampled or coupled.")]
@@ -68,15 +73,28 @@ def serve(
     port: Annotated[int | None, typer.Option(help="Port to listen on.")] = None,
     drafter: Drafter = None,
     num_speculative_tokens: K = None,
+    depth: Depth = None,
     draft_model: DraftModel = None,
     verify_method: VerifyMethod = None,
     draft_sampling: DraftSampling = None,
     reproducible: Reproducible = None,
+    strict_draft: Annotated[
+        bool | None,
+        typer.Option(
+            "--strict-draft/--no-strict-draft", help="Refuse a head that fails its check."
+        ),
+    ] = None,
     dtype: DType = None,
     tp_size: Annotated[int | None, typer.Option(help="Ranks that share the model.")] = None,
     max_model_len: MaxModelLen = None,
     max_num_seqs: MaxNumSeqs = None,
     cpu_threads: CpuThreads = None,
+    allow_simulated_acceptance: Annotated[
+        bool,
+        typer.Option(
+            "--allow-simulated-acceptance", help="For benchmarks: serve what is not real text."
+        ),
+    ] = False,
 ) -> None:
     """Serve a model over HTTP, until Ctrl-C. Flags win over SPECTRUE_* and the config file."""
     from spectrue.deploy.config import load_config
@@ -85,10 +103,12 @@ def serve(
     speculative = {
         "drafter": drafter,
         "num_speculative_tokens": num_speculative_tokens,
+        "depth": depth,
         "draft_model": draft_model,
         "verify_method": verify_method,
         "draft_sampling": draft_sampling,
         "reproducible": reproducible,
+        "strict_draft": strict_draft,
     }
     engine = {
         "model": model,
@@ -102,7 +122,13 @@ def serve(
     flags: dict[str, Any] = {"serve.host": host, "serve.port": port}
     flags |= {f"engine.{name}": value for name, value in engine.items()}
     flags |= {f"engine.speculative.{name}": value for name, value in speculative.items()}
-    serve_local(load_config(config, flags), Console())
+    settings = load_config(config, flags)
+    if settings.engine.speculative.simulates and not allow_simulated_acceptance:
+        raise ConfigError(
+            "speculative.simulated_acceptance makes up how many drafts are accepted, so the text "
+            "is not the model's: give --allow-simulated-acceptance if this is a benchmark"
+        )
+    serve_local(settings, Console())
 
 
 @app.command()
@@ -170,12 +196,22 @@ def bench_engine(
     as_json: Annotated[bool, typer.Option("--json")] = False,
     drafter: Drafter = None,
     num_speculative_tokens: K = None,
+    depth: Depth = None,
     draft_model: DraftModel = None,
     verify_method: VerifyMethod = None,
     draft_sampling: DraftSampling = None,
     dtype: DType = None,
+    load_format: Annotated[
+        str | None, typer.Option(help="auto, or dummy: random weights of config.json's shapes.")
+    ] = None,
     max_model_len: MaxModelLen = None,
     cpu_threads: CpuThreads = None,
+    simulated_acceptance: Annotated[
+        str | None, typer.Option(help="Made-up accept rates, one a draft: 0.8,0.6,0.45.")
+    ] = None,
+    simulated_accept_length: Annotated[
+        float | None, typer.Option(help="The same, as 1 + the sum of the rates.")
+    ] = None,
 ) -> None:
     """The engine alone: tokens/s, accept length, and the share of time outside the model."""
     from spectrue.deploy.bench_engine import run
@@ -187,7 +223,11 @@ def bench_engine(
         draft_model,
         verify_method=verify_method,
         draft_sampling=draft_sampling,
+        depth=depth,
+        simulated_acceptance=_rates(simulated_acceptance),
+        simulated_accept_length=simulated_accept_length,
         dtype=dtype,
+        load_format=load_format,
         max_model_len=max_model_len,
         cpu_threads=cpu_threads,
     )
@@ -238,6 +278,9 @@ def _engine_config(
     *,
     verify_method: str | None,
     draft_sampling: str | None,
+    depth: str | None = None,
+    simulated_acceptance: tuple[float, ...] | None = None,
+    simulated_accept_length: float | None = None,
     **engine: Any,
 ) -> EngineConfig:
     """Without `deploy.config`, which needs pydantic and yaml."""
@@ -251,12 +294,26 @@ def _engine_config(
         "draft_model": draft_model,
         "verify_method": verify_method,
         "draft_sampling": draft_sampling,
+        "depth": depth,
+        "simulated_acceptance": simulated_acceptance,
+        "simulated_accept_length": simulated_accept_length,
     }
     return EngineConfig(
         model=model or DEFAULT_MODEL,
         speculative=SpeculativeConfig(**_given(speculative)),
         **_given(engine),
     )
+
+
+def _rates(text: str | None) -> tuple[float, ...] | None:
+    if text is None:
+        return None
+    try:
+        return tuple(float(rate) for rate in text.split(","))
+    except ValueError:
+        raise ConfigError(
+            f"--simulated-acceptance must be numbers with commas between, got {text!r}"
+        ) from None
 
 
 def _given(values: dict[str, Any]) -> dict[str, Any]:

@@ -15,10 +15,13 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from spectrue.workers.config import (
+    AuxLayerConvention,
+    Depth,
     DrafterName,
     DraftSampling,
     DType,
     EngineConfig,
+    LoadFormat,
     SpeculativeConfig,
     VerifyMethod,
 )
@@ -38,7 +41,15 @@ class SpeculativeSection(Section):
 
     drafter: DrafterName | None = None
     num_speculative_tokens: int | None = None
+    depth: Depth | None = None
+    depth_schedule: list[list[int]] | None = None
+    simulated_acceptance: list[float] | None = None
+    simulated_accept_length: float | None = None
     draft_model: str | None = None
+    aux_layer_convention: AuxLayerConvention | None = None
+    strict_draft: bool | None = None
+    draft_top_k: int | None = None
+    draft_top_p: float | None = None
     verify_method: VerifyMethod | None = None
     draft_sampling: DraftSampling | None = None
     reproducible: bool | None = None
@@ -52,6 +63,7 @@ class EngineSection(Section):
     model: str | None = None
     served_model_name: str | None = None
     dtype: DType | None = None
+    load_format: LoadFormat | None = None
     device: Literal["auto", "cpu", "cuda"] | None = None
     tp_size: int | None = None
     cpu_threads: int | None = None
@@ -63,6 +75,7 @@ class EngineSection(Section):
     num_kv_blocks: int | None = None
     kv_cache_bytes: int | None = None
     enable_prefix_caching: bool | None = None
+    enable_graphs: bool | None = None
     speculative: SpeculativeSection = SpeculativeSection()
 
 
@@ -118,6 +131,10 @@ def load_config(
 def engine_config(section: EngineSection) -> EngineConfig:
     values = section.model_dump(exclude_none=True)
     speculative = values.pop("speculative")
+    if "depth_schedule" in speculative:
+        speculative["depth_schedule"] = tuple(tuple(e) for e in speculative["depth_schedule"])
+    if "simulated_acceptance" in speculative:
+        speculative["simulated_acceptance"] = tuple(speculative["simulated_acceptance"])
     if speculative.get("draft_model") is not None:
         speculative.setdefault("drafter", "draft_model")
     if "model" not in values:

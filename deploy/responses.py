@@ -101,7 +101,8 @@ def _spec_decode(stats: Sequence[SpecDecodeStats]) -> dict[str, Any]:
         num_accepted_tokens=sum(s.num_accepted_tokens for s in stats),
         verify_path="sampling" if any(s.verify_path == "sampling" for s in stats) else "greedy",
     )
-    return {
+    flags = {"simulated": True} if any(s.simulated for s in stats) else {}
+    return flags | {
         "num_verify_steps": total.num_verify_steps,
         "num_drafts": total.num_drafts,
         "num_draft_tokens": total.num_draft_tokens,

@@ -14,7 +14,7 @@ from spectrue.workers.engine import Engine
 from spectrue.workers.errors import EngineDeadError, EngineOverloadedError, InvalidRequestError
 from spectrue.workers.executor import GroupExecutor
 from spectrue.workers.parallel import TPGroup
-from spectrue.workers.tokenizer import load_tokenizer
+from spectrue.workers.tokenizer import has_tokenizer, load_tokenizer
 from spectrue.workers.worker import Progress, Worker
 
 logger = logging.getLogger(__name__)
@@ -26,7 +26,9 @@ def load_engine(
     """Load the model and build the engine of this process (rank 0 of `group`). Slow."""
     group = group or TPGroup()
     worker = Worker(config, group, progress)
-    tokenizer = load_tokenizer(worker.info.model_path)
+    path = worker.info.model_path
+    bare = config.load_format == "dummy" and not has_tokenizer(path)
+    tokenizer = None if bare else load_tokenizer(path)
     return Engine(config, worker.info, GroupExecutor(worker, group), tokenizer)
 
 

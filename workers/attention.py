@@ -9,8 +9,8 @@ from __future__ import annotations
 import functools
 import importlib
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
 import torch
@@ -65,22 +65,13 @@ class PagedBatch:
     def build(
         batch: ForwardBatch, block_size: int, *, tree_mask: Tensor | None, flash: bool
     ) -> PagedBatch:
-        device = batch.input_ids.device
-        starts = [0]
-        for query_len in batch.query_lens:
-            starts.append(starts[-1] + query_len)
-        size = len(starts)
-        aligned = -(-size // 4) * 4  # kernels are built for pointers to 16 bytes
-        packed = torch.tensor(
-            [*starts, *[0] * (aligned - size), *batch.seq_lens],
-            dtype=torch.int32,
-            pin_memory=device.type != "cpu",
-        ).to(device, non_blocking=True)
+        assert batch.cu_query_lens is not None
+        assert batch.kv_lens is not None
         return PagedBatch(
             block_tables=batch.block_tables,
             block_size=block_size,
-            cu_query_lens=packed[:size],
-            seq_lens=packed[aligned:],
+            cu_query_lens=batch.cu_query_lens,
+            seq_lens=batch.kv_lens,
             max_query_len=max(batch.query_lens),
             max_seq_len=max(batch.seq_lens),
             tree_mask=tree_mask,
@@ -93,6 +84,7 @@ class AttentionMetadata:
     """What does not depend on the layer: built once per forward."""
 
     groups: tuple[_Group, ...] = ()
+    windowed: Mapping[int, tuple[_Group, ...]] = field(default_factory=dict)  # by window
     paged: PagedBatch | None = None  # if set, groups are not looked at
 
     @staticmethod
@@ -104,6 +96,7 @@ class AttentionMetadata:
         *,
         attention_backend: AttentionBackend = "auto",
         tree_mask: Tensor | None = None,  # as in dispatch.paged_attention
+        windows: Collection[int] = (),  # of the layers: what `paged_attention` will be asked for
     ) -> AttentionMetadata:
         """Raises ConfigError for a backend that does not exist or cannot work here."""
         platform = dispatch.platform_of(batch.input_ids.device)
@@ -118,11 +111,16 @@ class AttentionMetadata:
         members = _group(batch.query_lens, batch.seq_lens)
         starts = torch.tensor((0, *batch.query_lens)).cumsum(0)
         whole = len(members) == 1
-        return AttentionMetadata(
-            tuple(
-                _make(batch, m, starts, whole, block_size, queries_per_kv, dtype) for m in members
-            )
+        groups = tuple(
+            _make(batch, m, starts, whole, block_size, queries_per_kv, dtype) for m in members
         )
+        windowed = {}
+        for window in set(windows) - {0}:
+            windowed[window] = tuple(
+                _with_window(group, [batch.seq_lens[i] for i in m], window, queries_per_kv, dtype)
+                for group, m in zip(groups, members, strict=True)
+            )
+        return AttentionMetadata(groups, windowed)
 
 
 def resolve_backend(
@@ -212,34 +210,86 @@ def _make(
     causal = query_len > MAX_GROUPED_QUERIES and query_len == kv_len
     mask = None
     if not causal and (query_len > 1 or min(lens) < kv_len):
-        query_positions = seq_lens - query_len + torch.arange(query_len, device=device)
-        hidden = kv_positions > query_positions[:, :, None]  # [size, query_len, kv_len]
-        mask = torch.zeros(hidden.shape, dtype=dtype, device=device)
-        mask = mask.masked_fill_(hidden, float("-inf"))[:, None]
-        if 1 < query_len <= MAX_GROUPED_QUERIES:  # query heads are folded into the query axis
-            mask = mask.repeat(1, 1, queries_per_kv, 1)
+        mask = _mask(seq_lens, query_len, kv_len, 0, queries_per_kv, dtype)
     return _Group(len(members), query_len, kv_len, slots, mask, causal, rows)
+
+
+def _mask(
+    seq_lens: Tensor,  # [size, 1] int64
+    query_len: int,
+    kv_len: int,
+    window: int,  # 0: none
+    queries_per_kv: int,
+    dtype: torch.dtype,
+) -> Tensor:  # additive, [size, 1, queries, kv_len]
+    kv_positions = torch.arange(kv_len, device=seq_lens.device)
+    queries = torch.arange(query_len, device=seq_lens.device)
+    query_positions = (seq_lens - query_len + queries)[:, :, None]
+    hidden = kv_positions > query_positions  # [size, query_len, kv_len]
+    if window:
+        hidden |= kv_positions <= query_positions - window
+    mask = torch.zeros(hidden.shape, dtype=dtype, device=seq_lens.device)
+    mask = mask.masked_fill_(hidden, float("-inf"))[:, None]
+    if 1 < query_len <= MAX_GROUPED_QUERIES:  # query heads are folded into the query axis
+        mask = mask.repeat(1, 1, queries_per_kv, 1)
+    return mask
+
+
+def _with_window(
+    group: _Group, lens: list[int], window: int, queries_per_kv: int, dtype: torch.dtype
+) -> _Group:
+    """The same call with the positions before the window hidden.
+
+    They are read all the same: a KV length that moves with the query would be summed in another
+    order by decode than by verify.
+    """
+    if window >= max(lens):
+        return group
+    seq_lens = torch.tensor(lens, device=group.slots.device)[:, None]
+    mask = _mask(seq_lens, group.query_len, group.kv_len, window, queries_per_kv, dtype)
+    return replace(group, mask=mask, causal=False)
 
 
 def paged_attention(
     query: Tensor,  # [num_tokens, num_heads, head_dim]
     kv: Tensor,  # [num_slots, 2, num_kv_heads, head_dim], one layer of the pool, already written
     metadata: AttentionMetadata,
+    *,
+    scale: float | None = None,  # of the scores; None: 1 / sqrt(head_dim)
+    window: int = 0,  # a query sees the last `window` positions, its own included; 0: all
+    softcap: float | None = None,  # scores become softcap * tanh(score / softcap)
 ) -> Tensor:
-    """Causal softmax attention by position, [num_tokens, num_heads * head_dim]."""
+    """Causal softmax attention by position, [num_tokens, num_heads * head_dim].
+
+    A window must be one of those that the metadata were built for. Raises ConfigError for a
+    softcap on a backend that has none.
+    """
     if metadata.paged is not None:
-        return _attend_paged(query, kv, metadata.paged)
-    groups = metadata.groups
+        return _attend_paged(query, kv, metadata.paged, scale, window, softcap)
+    groups = metadata.windowed[window] if window else metadata.groups
     if len(groups) == 1 and groups[0].rows is None:
-        return _attend(query, kv, groups[0])
+        return _attend(query, kv, groups[0], scale, softcap)
     out = query.new_empty(query.shape[0], query.shape[1] * query.shape[2])
     for group in groups:
         assert group.rows is not None
-        out.index_copy_(0, group.rows, _attend(query.index_select(0, group.rows), kv, group))
+        rows = query.index_select(0, group.rows)
+        out.index_copy_(0, group.rows, _attend(rows, kv, group, scale, softcap))
     return out
 
 
-def _attend_paged(query: Tensor, kv: Tensor, batch: PagedBatch) -> Tensor:
+def _attend_paged(
+    query: Tensor,
+    kv: Tensor,
+    batch: PagedBatch,
+    scale: float | None,
+    window: int,
+    softcap: float | None,
+) -> Tensor:
+    if softcap is not None and not batch.flash:
+        raise ConfigError(
+            "the model caps its attention scores, which the paged kernel cannot: set "
+            "attention_backend = flash, or device = cpu"
+        )
     if batch.flash:
         key, value = kv.unflatten(0, (-1, batch.block_size)).unbind(2)
         out: Tensor = flash_attention()(
@@ -250,8 +300,10 @@ def _attend_paged(query: Tensor, kv: Tensor, batch: PagedBatch) -> Tensor:
             cu_seqlens_q=batch.cu_query_lens,
             max_seqlen_k=batch.max_seq_len,
             seqused_k=batch.seq_lens,
-            softmax_scale=query.shape[2] ** -0.5,
+            softmax_scale=query.shape[2] ** -0.5 if scale is None else scale,
             causal=True,
+            **({"window_size": (window - 1, 0)} if window else {}),
+            **({"softcap": softcap} if softcap is not None else {}),
             block_table=batch.block_tables,
         )
         return out.flatten(1)
@@ -264,11 +316,39 @@ def _attend_paged(query: Tensor, kv: Tensor, batch: PagedBatch) -> Tensor:
         seq_lens=batch.seq_lens,
         max_query_len=batch.max_query_len,
         max_seq_len=batch.max_seq_len,
+        scale=scale,
+        window=window,
         tree_mask=batch.tree_mask,
     )
 
 
-def _attend(query: Tensor, kv: Tensor, group: _Group) -> Tensor:
+def _softmax(
+    query: Tensor,  # [..., queries, head_dim]
+    key: Tensor,  # [..., kv_len, head_dim]
+    value: Tensor,
+    mask: Tensor | None,  # additive
+    *,
+    causal: bool,
+    scale: float | None,
+    softcap: float | None,
+) -> Tensor:
+    if softcap is None:
+        return F.scaled_dot_product_attention(
+            query, key, value, mask, is_causal=causal, scale=scale
+        )
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    scores = query.float() @ key.float().transpose(-1, -2) * scale
+    scores = scores.div_(softcap).tanh_().mul_(softcap)
+    if causal:
+        scores = scores.masked_fill_(torch.ones_like(scores).tril_() == 0, float("-inf"))
+    if mask is not None:
+        scores += mask
+    return (scores.softmax(-1) @ value.float()).to(query.dtype)
+
+
+def _attend(
+    query: Tensor, kv: Tensor, group: _Group, scale: float | None, softcap: float | None
+) -> Tensor:
     _, num_heads, head_dim = query.shape
     num_kv_heads = kv.shape[2]
     fold = num_heads // num_kv_heads
@@ -284,7 +364,7 @@ def _attend(query: Tensor, kv: Tensor, group: _Group) -> Tensor:
             # Twice the same row: a product with few rows is summed in another order, and in bf16
             # one last bit here is 0.3 of a logit thirty layers on. So decode equals verify.
             grouped = grouped.repeat(1, 1, 2, 1)
-        out = F.scaled_dot_product_attention(grouped, key, value, group.mask)
+        out = _softmax(grouped, key, value, group.mask, causal=False, scale=scale, softcap=softcap)
         if query_len == 1:
             out = out[:, :, :fold]
         else:
@@ -294,11 +374,13 @@ def _attend(query: Tensor, kv: Tensor, group: _Group) -> Tensor:
     # One request: KV heads are the batch axis, their query heads share K and V by a stride of 0.
     heads = query.view(query_len, num_kv_heads, fold, head_dim).permute(1, 2, 0, 3)
     shape = (num_kv_heads, fold, kv_len, head_dim)
-    out = F.scaled_dot_product_attention(
+    out = _softmax(
         heads,
         key.transpose(0, 1).expand(shape),
         value.transpose(0, 1).expand(shape),
         group.mask,
-        is_causal=group.causal,
+        causal=group.causal,
+        scale=scale,
+        softcap=softcap,
     )
     return out.permute(2, 0, 1, 3).reshape(query_len, num_heads * head_dim)

@@ -7,11 +7,17 @@ from typing import Any, Literal, get_args
 
 from spectrue.workers.errors import ConfigError
 
-DrafterName = Literal["none", "ngram", "draft_model"]
+DrafterName = Literal["none", "ngram", "draft_model", "eagle", "eagle3", "mtp"]
+HAS_CHECKPOINT = ("draft_model", "eagle", "eagle3")  # of their own; that of mtp is the target's
 VerifyMethod = Literal["auto", "match", "rejection"]
 DraftSampling = Literal["auto", "greedy", "sampled", "coupled"]
+Depth = Literal["fixed", "adaptive"]
+# What the ids of a head's auxiliary layers count: SGLang and SpecForge write the layer whose output
+# is read, vLLM and speculators the number of layers that have run, which is one more.
+AuxLayerConvention = Literal["auto", "layer_output", "layers_run"]
 DType = Literal["auto", "bfloat16", "float16", "float32"]
 Device = Literal["auto", "cpu", "cuda"]
+LoadFormat = Literal["auto", "dummy"]
 
 
 def _check(ok: bool, setting: str, rule: str, value: object) -> None:
@@ -31,7 +37,15 @@ class SpeculativeConfig:
 
     drafter: DrafterName = "ngram"
     num_speculative_tokens: int = 3  # k: most draft tokens a request gets in a step
-    draft_model: str | None = None  # path of the drafter's checkpoint, for drafter="draft_model"
+    depth: Depth = "fixed"  # adaptive: each step's k, from 0 up, by what is measured while serving
+    depth_schedule: tuple[tuple[int, int, int], ...] = ()  # k by batch size: (from, to, k), ...
+    simulated_acceptance: tuple[float, ...] = ()  # benchmarks: draft i is accepted at this rate
+    simulated_accept_length: float | None = None  # the same, by 1 + the sum of those rates
+    draft_model: str | None = None  # checkpoint of drafter draft_model, eagle or eagle3
+    aux_layer_convention: AuxLayerConvention = "auto"  # of an eagle3 checkpoint
+    strict_draft: bool = False  # refuse to start with a head that drafts nothing right
+    draft_top_k: int = 0  # cuts the draft law on top of the request's top_k; 0 is off
+    draft_top_p: float = 1.0
     verify_method: VerifyMethod = "auto"
     draft_sampling: DraftSampling = "auto"
     reproducible: bool = False  # every row by `match`: text depends on the seed alone
@@ -52,15 +66,56 @@ class SpeculativeConfig:
             f"at least {p}ngram_min = {self.ngram_min}",
             self.ngram_max,
         )
-        if (self.drafter == "draft_model") != (self.draft_model is not None):
+        _check_choice(p + "depth", Depth, self.depth)
+        self._check_schedule()
+        self._check_simulation()
+        _check_choice(p + "aux_layer_convention", AuxLayerConvention, self.aux_layer_convention)
+        _check(self.draft_top_k >= 0, p + "draft_top_k", "at least 0", self.draft_top_k)
+        _check(0 < self.draft_top_p <= 1, p + "draft_top_p", "in (0, 1]", self.draft_top_p)
+        if (self.drafter in HAS_CHECKPOINT) != (self.draft_model is not None):
             raise ConfigError(
-                f"{p}draft_model (a path) and {p}drafter: draft_model need each other, got "
-                f"drafter={self.drafter!r}, draft_model={self.draft_model!r}"
+                f"{p}draft_model (a path) and {p}drafter: {', '.join(HAS_CHECKPOINT)} need each "
+                f"other, got drafter={self.drafter!r}, draft_model={self.draft_model!r}"
             )
 
     @property
     def max_draft_tokens(self) -> int:
         return 0 if self.drafter == "none" else self.num_speculative_tokens
+
+    @property
+    def simulates(self) -> bool:
+        return bool(self.simulated_acceptance) or self.simulated_accept_length is not None
+
+    def _check_schedule(self) -> None:
+        p, k = "speculative.", self.num_speculative_tokens
+        if self.depth_schedule and self.depth != "fixed":
+            raise ConfigError(
+                f"{p}depth_schedule and {p}depth: {self.depth} both choose k, give one of them"
+            )
+        expected = 1
+        for entry in self.depth_schedule:
+            _check(len(entry) == 3, p + "depth_schedule", "entries [from, to, k]", entry)
+            low, high, depth = entry
+            rule = f"batch sizes without gap or overlap: [{expected}, to, k] next"
+            _check(low == expected <= high, p + "depth_schedule", rule, list(entry))
+            rule = f"k in [0, num_speculative_tokens = {k}]"
+            _check(0 <= depth <= k, p + "depth_schedule", rule, list(entry))
+            expected = high + 1
+
+    def _check_simulation(self) -> None:
+        p, k = "speculative.", self.max_draft_tokens
+        rates, length = self.simulated_acceptance, self.simulated_accept_length
+        if rates and length is not None:
+            raise ConfigError(
+                f"{p}simulated_acceptance and {p}simulated_accept_length say the same, give one"
+            )
+        if rates:
+            falling = all(1 >= a >= b >= 0 for a, b in zip(rates, (*rates[1:], 0.0), strict=True))
+            rule = f"num_speculative_tokens = {k} rates in [0, 1] that do not rise"
+            _check(falling and len(rates) == k, p + "simulated_acceptance", rule, list(rates))
+        if length is not None:
+            rule = f"in [1, {k + 1}], which is 1 + num_speculative_tokens"
+            _check(1 <= length <= k + 1, p + "simulated_accept_length", rule, length)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +125,7 @@ class EngineConfig:
     model: str
     served_model_name: str | None = None
     dtype: DType = "auto"
+    load_format: LoadFormat = "auto"  # dummy: random weights of config.json's shapes, for speed
     device: Device = "auto"
     tp_size: int = 1
     cpu_threads: int | None = None  # per rank
@@ -79,12 +135,14 @@ class EngineConfig:
     max_queue_len: int = 256  # requests that wait; more are shed
     block_size: int = 16  # tokens
     num_kv_blocks: int | None = None
-    kv_cache_bytes: int = 512 * 2**20  # used when num_kv_blocks is None
+    kv_cache_bytes: int | None = None  # without num_kv_blocks; default: 512 MiB, or 90 % of a GPU
     enable_prefix_caching: bool = True
+    enable_graphs: bool = True  # CUDA and HIP graphs of decode steps; nothing on a CPU
     speculative: SpeculativeConfig = field(default_factory=SpeculativeConfig)
 
     def __post_init__(self) -> None:
         _check_choice("dtype", DType, self.dtype)
+        _check_choice("load_format", LoadFormat, self.load_format)
         _check_choice("device", Device, self.device)
         for name in (
             "tp_size",
@@ -92,10 +150,9 @@ class EngineConfig:
             "max_num_batched_tokens",
             "max_queue_len",
             "block_size",
-            "kv_cache_bytes",
         ):
             _check(getattr(self, name) >= 1, name, "at least 1", getattr(self, name))
-        for name in ("cpu_threads", "max_model_len", "num_kv_blocks"):
+        for name in ("cpu_threads", "max_model_len", "num_kv_blocks", "kv_cache_bytes"):
             value = getattr(self, name)
             _check(value is None or value >= 1, name, "at least 1", value)
         _check(
@@ -103,6 +160,13 @@ class EngineConfig:
             "max_num_batched_tokens",
             f"at least max_num_seqs = {self.max_num_seqs}",
             self.max_num_batched_tokens,
+        )
+        schedule = self.speculative.depth_schedule
+        _check(
+            not schedule or schedule[-1][1] >= self.max_num_seqs,
+            "speculative.depth_schedule",
+            f"a schedule that reaches max_num_seqs = {self.max_num_seqs}",
+            [list(entry) for entry in schedule],
         )
 
     @property

@@ -215,6 +215,7 @@ class SpecDecodeStats:
     num_accepted_tokens: int = 0
     verify_path: Literal["greedy", "sampling"] = "greedy"
     verify_method: Literal["greedy", "match", "rejection"] = "greedy"
+    simulated: bool = False  # acceptance was made up for a benchmark: the text means nothing
 
     @property
     def accept_length(self) -> float:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import secrets
+import time
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from spectrue.workers.block_manager import BlockManager
 from spectrue.workers.config import EngineConfig
@@ -17,6 +18,7 @@ from spectrue.workers.core import (
     StepOutput,
     accept_length,
 )
+from spectrue.workers.depth import depth_policy
 from spectrue.workers.errors import EngineOverloadedError, InvalidRequestError
 from spectrue.workers.executor import Executor
 from spectrue.workers.output import OutputProcessor
@@ -62,16 +64,24 @@ class Engine:
         self.blocks = BlockManager(
             info.num_kv_blocks, config.block_size, config.enable_prefix_caching
         )
+        self.depth = depth_policy(info.resolved)
         self.scheduler = Scheduler(
             self.blocks,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             recompute_last_block=info.needs_hidden_states,
+            depth=self.depth,
         )
         self.processors: dict[str, OutputProcessor] = {}
         self.stats = EngineStats()
         self.guards: Counter[str] = Counter()
         self._outputs: list[RequestOutput] = []  # of the step in flight
+        if info.resolved.simulated_acceptance:
+            logger.warning(
+                "acceptance is SIMULATED (speculative.simulated_acceptance = %s): speed may be "
+                "measured, the text is not the model's",
+                [round(rate, 4) for rate in info.resolved.simulated_acceptance],
+            )
 
     @property
     def num_unfinished(self) -> int:
@@ -123,9 +133,10 @@ class Engine:
         detokenizer = None
         if self.tokenizer is not None:
             detokenizer = IncrementalDetokenizer(self.tokenizer, request.prompt_token_ids)
-        self.processors[request.request_id] = OutputProcessor(
-            state, detokenizer, self.info.eos_token_ids
-        )
+        processor = OutputProcessor(state, detokenizer, self.info.eos_token_ids)
+        if self.info.resolved.simulated_acceptance:
+            processor.stats = replace(processor.stats, simulated=True)
+        self.processors[request.request_id] = processor
         self.scheduler.add(state)
 
     def abort(self, request_id: str) -> RequestOutput | None:
@@ -141,6 +152,7 @@ class Engine:
         """Run one step; outputs of the requests that committed tokens in it."""
         if not self.processors:
             return []
+        start = time.perf_counter()
         plan = self.scheduler.schedule()
         states = [self.scheduler.slots[s.slot] for s in plan.scheduled]
         step = self.executor.execute(plan)
@@ -171,6 +183,7 @@ class Engine:
             self.stats.num_drafts += slot_output.num_draft_tokens > 0
             self.stats.num_draft_tokens += slot_output.num_draft_tokens
             self.stats.num_accepted_tokens += slot_output.num_accepted_tokens
+        self.depth.observe(plan, step, time.perf_counter() - start)
         if not self.processors:
             self.check_integrity()
         outputs, self._outputs = self._outputs, []

@@ -48,6 +48,7 @@ class InputBuffers:
         self.methods: list[RowMethod] = ["greedy"] * n
         self.draft_modes: list[DraftMode] = ["greedy"] * n
         self.draw_kind = torch.zeros(n, dtype=torch.int32)  # DRAW_*
+        self.cut = [False] * n  # whether top_k, top_p or min_p cut anything
 
         self.temperature = torch.zeros(n)
         self.top_k = torch.zeros(n, dtype=torch.int64)
@@ -98,6 +99,7 @@ class InputBuffers:
             "frequency_penalty",
         ):
             getattr(self, name)[slot] = getattr(params, name)
+        self.cut[slot] = params.top_k > 0 or params.top_p < 1 or params.min_p > 0
         self.seed[slot] = new.seed
         self.choice[slot] = new.request.choice
 

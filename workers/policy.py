@@ -9,16 +9,24 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from spectrue.workers.config import DrafterName, SpeculativeConfig
+from spectrue.workers.config import Depth, DrafterName, SpeculativeConfig
 from spectrue.workers.core import SamplingParams
 from spectrue.workers.errors import ConfigError
+from spectrue.workers.simulate import rates_of
 
 ResolvedMethod = Literal["match", "rejection"]
 RowMethod = Literal["greedy", "match", "rejection"]
 DraftMode = Literal["greedy", "sampled", "coupled"]
 
 # Drafters that draw from a law which they hand over; the others propose without one.
-DRAWS_FROM_LAW: dict[DrafterName, bool] = {"none": False, "ngram": False, "draft_model": True}
+DRAWS_FROM_LAW: dict[DrafterName, bool] = {
+    "none": False,
+    "ngram": False,
+    "draft_model": True,
+    "eagle": True,
+    "eagle3": True,
+    "mtp": True,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +48,9 @@ class ResolvedSpeculative:
     draft_sampling: DraftMode
     reproducible: bool
     decisions: tuple[Decision, ...]
+    depth: Depth = "fixed"
+    depth_schedule: tuple[tuple[int, int, int], ...] = ()
+    simulated_acceptance: tuple[float, ...] = ()  # rate of each draft; not empty: no real output
 
     @property
     def verify_reason(self) -> str:
@@ -53,6 +64,11 @@ def resolve_speculative(config: SpeculativeConfig) -> ResolvedSpeculative:
     """Resolve every `auto`, the same on every platform (DESIGN 4). Raises ConfigError."""
     decisions: list[Decision] = []
     draws = DRAWS_FROM_LAW[config.drafter]
+    simulated = rates_of(config)
+    if simulated:
+        rates = ", ".join(f"{rate:.3g}" for rate in simulated)
+        reason = "BENCHMARK: how many drafts are accepted is made up, the text is not the model's"
+        decisions.append(Decision("speculative.simulated_acceptance", rates, reason))
 
     method: ResolvedMethod
     if config.verify_method != "auto":
@@ -63,6 +79,8 @@ def resolve_speculative(config: SpeculativeConfig) -> ResolvedSpeculative:
             method, reason = "match", "nothing is drafted: every token is drawn from the target"
         elif not draws:
             method, reason = "match", f"{config.drafter} drafts have no law, match needs none"
+        elif simulated:
+            method, reason = "match", "simulated acceptance takes no notice of the draft law"
         elif config.reproducible:
             method, reason = "match", "reproducible: the text depends on the seed alone"
         elif not wants_rejection:
@@ -93,6 +111,9 @@ def resolve_speculative(config: SpeculativeConfig) -> ResolvedSpeculative:
         draft_sampling=sampling,
         reproducible=config.reproducible,
         decisions=tuple(decisions),
+        depth=config.depth,
+        depth_schedule=config.depth_schedule,
+        simulated_acceptance=simulated,
     )
     _validate(resolved)
     return resolved
@@ -117,6 +138,11 @@ def _validate(resolved: ResolvedSpeculative) -> None:
             raise ConfigError(
                 f"speculative.verify_method: rejection needs speculative.draft_sampling: sampled, "
                 f"not {resolved.draft_sampling}: its accept test would be biased"
+            )
+        if resolved.simulated_acceptance:
+            raise ConfigError(
+                "speculative.simulated_acceptance replaces a match walk and contradicts "
+                "speculative.verify_method: rejection; use match or auto"
             )
         if resolved.reproducible:
             raise ConfigError(

@@ -1,4 +1,4 @@
-"""The logits rows of a step: which there are, and each under its request's parameters."""
+"""The logits rows of a step: which there are, and what changes single logits of theirs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from spectrue.kernels import dispatch
+from spectrue.workers.core import Request
 from spectrue.workers.input_buffers import InputBuffers
 
 
@@ -22,8 +22,8 @@ class Rows:
     slots: list[int]  # [batch]
     num_drafts: list[int]  # [batch] k of each
     drafts: list[list[int]]  # batch x [k]
-    slot: Tensor  # [rows] int64
-    position: Tensor  # [rows] int64, of the token that the row decides
+    slot: NDArray[np.int64]  # [rows]
+    position: NDArray[np.int64]  # [rows], of the token that the row decides
     starts: list[int]  # [batch] first row of each
 
     @staticmethod
@@ -37,41 +37,59 @@ class Rows:
             slots=slots,
             num_drafts=num_drafts,
             drafts=drafts,
-            slot=torch.from_numpy(np.repeat(np.array(slots), counts)),
-            position=torch.from_numpy(np.repeat(num_tokens, counts) + offsets),
+            slot=np.repeat(np.array(slots), counts),
+            position=np.repeat(num_tokens, counts) + offsets,
             starts=starts.tolist(),
         )
 
-    def of(self, batch: Sequence[int]) -> Tensor:
-        """Row indices of some of the requests, [rows of those] int64."""
+    def of(self, batch: Sequence[int]) -> NDArray[np.int64]:
+        """Row indices of some of the requests."""
         if len(batch) == len(self.slots):
-            return torch.arange(len(self.slot))
-        spans = [
-            torch.arange(self.starts[b], self.starts[b] + self.num_drafts[b] + 1) for b in batch
-        ]
-        return torch.cat(spans)
+            return np.arange(len(self.slot))
+        return np.concatenate(
+            [np.arange(self.starts[b], self.starts[b] + self.num_drafts[b] + 1) for b in batch]
+        )
 
 
-def process_rows(logits: Tensor, buffers: InputBuffers, rows: Rows) -> dispatch.RowLaw:
-    """The law of every row, each under its request's parameters and true prefix."""
-    edits = _Edits()
-    for b, first, drafts in zip(rows.slots, rows.starts, rows.drafts, strict=True):
-        _penalise(edits, buffers, b, first, drafts, logits.shape[1])
-        _mask(edits, buffers, b, first, drafts)
-    slot = rows.slot
-    return dispatch.process_logits(
-        logits,
-        temperature=buffers.temperature[slot],
-        top_k=buffers.top_k[slot],
-        top_p=buffers.top_p[slot],
-        min_p=buffers.min_p[slot],
-        repetition=buffers.repetition_penalty[slot],
-        presence=buffers.presence_penalty[slot],
-        frequency=buffers.frequency_penalty[slot],
-        penalties=edits.penalties_columns(),
-        bias=_columns(edits.bias),
-        mask=_columns(edits.mask),
+def needs_edits(request: Request) -> bool:
+    """Whether single logits of its rows change before temperature and cuts."""
+    params = request.params
+    return bool(
+        params.repetition_penalty != 1
+        or params.presence_penalty
+        or params.frequency_penalty
+        or params.logit_bias
+        or params.min_tokens
+        or params.bad_words
     )
+
+
+def edits_of(
+    buffers: InputBuffers, rows: Rows, vocab_size: int, device: torch.device
+) -> dict[str, Any]:
+    """What `process_logits` takes of penalties, bias and mask, each row under its true prefix."""
+    if not any(needs_edits(buffers.request(slot).request) for slot in rows.slots):
+        return {}
+    edits = _Edits()
+    for slot, first, drafts in zip(rows.slots, rows.starts, rows.drafts, strict=True):
+        _penalise(edits, buffers, slot, first, drafts, vocab_size)
+        _mask(edits, buffers, slot, first, drafts)
+    found: dict[str, Any] = {
+        "penalties": edits.penalties_columns(),
+        "bias": _columns(edits.bias),
+        "mask": _columns(edits.mask),
+    }
+    if found["penalties"] is not None:
+        slots = torch.from_numpy(rows.slot)
+        for name in ("repetition", "presence", "frequency"):
+            found[name] = getattr(buffers, f"{name}_penalty")[slots]
+    return {name: _to(value, device) for name, value in found.items()}
+
+
+def _to(value: Tensor | tuple[Tensor, ...] | None, device: torch.device) -> Any:
+    if isinstance(value, tuple):
+        return tuple(tensor.to(device) for tensor in value)
+    return value if value is None else value.to(device)
 
 
 @dataclass(slots=True)

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from itertools import accumulate
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from spectrue.kernels import dispatch
 from spectrue.kernels.dispatch import RowLaw
 from spectrue.workers.core import TokenLogprobs
-from spectrue.workers.drafters.base import DraftProposal
+from spectrue.workers.drafters.base import DraftLaw, DraftProposal
 from spectrue.workers.input_buffers import InputBuffers
-from spectrue.workers.rows import Rows, process_rows
+from spectrue.workers.rows import Rows, edits_of
+from spectrue.workers.simulate import num_simulated
+from spectrue.workers.verify_inputs import PartShape, VerifyInputs, VerifyShape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,8 +32,20 @@ class VerifyResult:
     guards: dict[str, int] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class Decided:
+    """What the device says of one part, as integers on the host."""
+
+    token_ids: list[list[int]]  # per request [width + 1]
+    num_accepted: list[int]
+    invalid: list[bool]
+    guards: NDArray[np.int64] | None = None  # [requests, NUM_GUARDS]
+    target_token_ids: list[int] | None = None  # [rows], where they are needed: simulated accepts
+    row_valid: list[bool] | None = None  # [rows]
+
+
 def verify(
-    logits: Tensor,  # [rows, vocab] float32, raw
+    logits: Tensor,  # [rows, vocab] floating, raw
     buffers: InputBuffers,
     slots: list[int],  # of the sampling requests
     drafts: list[list[int]],  # theirs
@@ -36,50 +53,183 @@ def verify(
 ) -> VerifyResult:
     """Decide every sampling request: greedy and `match` by one walk, `rejection` by another."""
     rows = Rows.build(buffers, slots, drafts)
-    law = process_rows(logits, buffers, rows)
-    result = VerifyResult(
-        token_ids=[[] for _ in slots],
-        num_accepted=[0] * len(slots),
-        invalid=[False] * len(slots),
-        logprobs=[() for _ in slots],
-    )
-    walk = [b for b, slot in enumerate(slots) if buffers.methods[slot] != "rejection"]
-    reject = [b for b, slot in enumerate(slots) if buffers.methods[slot] == "rejection"]
-    if walk:
-        index = rows.of(walk)
-        target_token_ids, row_valid = _target_tokens(law.select(index), buffers, rows, index)
-        output, accepted, invalid, _ = dispatch.verify_match(
-            target_token_ids,
-            torch.tensor([t for b in walk for t in drafts[b]], dtype=torch.int64),
-            _cumulative(rows, walk),
-            row_valid,
-        )
-        _collect(result, walk, output, accepted, invalid)
-        bad_ids = sum(_met_bad_id(drafts[b], result.num_accepted[b], logits.shape[1]) for b in walk)
-        if bad_ids:
-            result.guards[dispatch.GUARD_NAMES[dispatch.GUARD_DRAFT_ID_OUT_OF_RANGE]] = bad_ids
-    if reject:
-        index = rows.of(reject)
-        output, accepted, invalid, guards = _reject(
-            law.select(index), buffers, rows, reject, index, proposal
-        )
-        _collect(result, reject, output, accepted, invalid)
-        for name, count in zip(dispatch.GUARD_NAMES, guards.sum(0).tolist(), strict=True):
-            if count:
-                result.guards[name] = result.guards.get(name, 0) + count
-    if any(result.invalid):
-        result.guards["row_invalid"] = sum(result.invalid)
+    inputs = VerifyInputs(VerifyShape.of(buffers, rows), logits.device)
+    inputs.fill(buffers, rows)
+    inputs.packed.upload()
+    edits = edits_of(buffers, rows, logits.shape[1], logits.device)
+    law = process_rows(logits, inputs, edits)
+    simulated = bool(buffers.resolved.simulated_acceptance)
+    decided = decide(law, inputs, proposal.law, simulated).cpu().numpy()
+    result = collect(decided, inputs.shape, buffers, rows, logits.shape[1], simulated)
     for b, slot in enumerate(slots):
         params = buffers.request(slot).request.params
         if params.logprobs is not None:
             first = rows.starts[b]
-            committed = torch.arange(first, first + len(result.token_ids[b]))
             if params.logprobs_mode == "raw":
-                of_rows = logits[committed]
+                of_rows = logits[first : first + len(result.token_ids[b])]
             else:
-                of_rows = law.select(committed).scaled()
+                committed = torch.arange(first, first + len(result.token_ids[b]))
+                of_rows = law.select(committed.to(logits.device)).scaled()
             result.logprobs[b] = _logprobs(of_rows, result.token_ids[b], params.logprobs)
     return result
+
+
+def process_rows(logits: Tensor, inputs: VerifyInputs, edits: Mapping[str, Any]) -> RowLaw:
+    """The law of every row, each under its request's parameters. No host synchronisation."""
+    if inputs.shape.greedy and not edits:
+        return RowLaw(logits)
+    temperature = inputs.get("temperature")
+    if temperature is None:
+        temperature = torch.zeros(len(logits), device=logits.device)
+    cuts: dict[str, Any] = {name: inputs.get(name) for name in ("top_k", "top_p", "min_p")}
+    return dispatch.process_logits(logits, temperature=temperature, **cuts, **edits)
+
+
+def decide(
+    law: RowLaw, inputs: VerifyInputs, draft_law: DraftLaw | None, simulated: bool = False
+) -> Tensor:
+    """Every decision of a step in one int64 vector, for `collect`. No host synchronisation, so that
+    a graph can capture it."""
+    found: list[Tensor] = []
+    walk, reject = inputs.shape.walk, inputs.shape.reject
+    if walk is not None:
+        seed, choice, position = inputs.keys("walk")
+        uniform = None
+        if walk.uniform:
+            uniform = dispatch.uniform(seed, choice, position, dispatch.STREAM_DRAW)
+        target_token_ids, row_valid = dispatch.sample_rows(
+            _rows(law, inputs.get("walk.index")),
+            None if walk.greedy else inputs["walk.kind"],
+            uniform=uniform,
+            seed=seed,
+            choice=choice,
+            position=position,
+        )
+        output, accepted, invalid, _ = dispatch.verify_match(
+            target_token_ids,
+            inputs["walk.drafts"],
+            inputs["walk.cu_num_draft_tokens"],
+            row_valid,
+            max_draft_tokens=walk.width,
+        )
+        found += [output, accepted, invalid]
+        if simulated:
+            found += [target_token_ids, row_valid]
+    if reject is not None:
+        found += _reject(_rows(law, inputs.get("reject.index")), inputs, reject, draft_law)
+    return torch.cat([tensor.flatten().to(torch.int64) for tensor in found])
+
+
+def _rows(law: RowLaw, index: Tensor | None) -> RowLaw:
+    """Not `select`: as many rows as there are may still be others."""
+    if index is None:
+        return law
+    if law.temperature is None:
+        return RowLaw(law.logits.index_select(0, index))
+    return replace(law, index=index)
+
+
+def _reject(
+    law: RowLaw, inputs: VerifyInputs, part: PartShape, draft_law: DraftLaw | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Chain rejection; the draft law's rows are the drafts of these requests, in the same order."""
+    if draft_law is None:
+        assert part.num_drafts == 0
+        empty = torch.empty(0, device=law.logits.device)
+        draft_law = DraftLaw(
+            logits=empty.new_empty(0, law.vocab_size),
+            inv_temperature=empty,
+            log_normalizer=empty,
+            token_probs=empty,
+        )
+    assert len(draft_law.logits) == part.num_drafts
+    return dispatch.verify_rejection(
+        law,
+        inputs["reject.drafts"],
+        inputs["reject.cu_num_draft_tokens"],
+        draft_logits=draft_law.logits,
+        draft_inv_temperature=draft_law.inv_temperature,
+        draft_log_normalizer=draft_law.log_normalizer,
+        draft_token_probs=draft_law.token_probs,
+        draft_index=draft_law.draft_index,
+        coins=dispatch.uniform(*inputs.keys("coin"), dispatch.STREAM_COIN),
+        uniforms=dispatch.uniform(*inputs.keys("reject"), dispatch.STREAM_DRAW),
+        max_draft_tokens=part.width,
+    )
+
+
+def collect(
+    decided: NDArray[np.int64],  # what `decide` found
+    shape: VerifyShape,
+    buffers: InputBuffers,
+    rows: Rows,
+    vocab_size: int,
+    simulated: bool = False,
+) -> VerifyResult:
+    """Of a vector of integers the result, in batch order. A padded part's last requests are no
+    requests."""
+    result = VerifyResult(
+        token_ids=[[] for _ in rows.slots],
+        num_accepted=[0] * len(rows.slots),
+        invalid=[False] * len(rows.slots),
+        logprobs=[() for _ in rows.slots],
+    )
+    rejects = [buffers.methods[slot] == "rejection" for slot in rows.slots]
+    at = 0
+    if shape.walk is not None:
+        batch = [b for b, reject in enumerate(rejects) if not reject]
+        part, at = _part(decided, at, shape.walk, rows_too=simulated)
+        _put(result, batch, part)
+        bad = sum(_met_bad_id(rows.drafts[b], result.num_accepted[b], vocab_size) for b in batch)
+        if bad:
+            result.guards[dispatch.GUARD_NAMES[dispatch.GUARD_DRAFT_ID_OUT_OF_RANGE]] = bad
+        if simulated:
+            _simulate(result, batch, part, buffers, rows, vocab_size)
+    if shape.reject is not None:
+        batch = [b for b, reject in enumerate(rejects) if reject]
+        part, at = _part(decided, at, shape.reject, num_guards=dispatch.NUM_GUARDS)
+        _put(result, batch, part)
+        assert part.guards is not None
+        fired = part.guards[: len(batch)].sum(0).tolist()
+        for name, count in zip(dispatch.GUARD_NAMES, fired, strict=True):
+            if count:
+                result.guards[name] = result.guards.get(name, 0) + count
+    if any(result.invalid):
+        result.guards["row_invalid"] = sum(result.invalid)
+    return result
+
+
+def _part(
+    decided: NDArray[np.int64],
+    at: int,
+    shape: PartShape,
+    *,
+    num_guards: int = 0,
+    rows_too: bool = False,
+) -> tuple[Decided, int]:
+    """One part of the vector from `at`, and where the next begins."""
+    n, width = shape.num_requests, shape.width + 1
+
+    def take(size: int) -> NDArray[np.int64]:
+        nonlocal at
+        at += size
+        return decided[at - size : at]
+
+    token_ids = take(n * width).reshape(n, width).tolist()
+    accepted, invalid = take(n).tolist(), (take(n) != 0).tolist()
+    guards = take(n * num_guards).reshape(n, num_guards) if num_guards else None
+    targets = valid = None
+    if rows_too:
+        targets, valid = take(shape.num_rows).tolist(), (take(shape.num_rows) != 0).tolist()
+    return Decided(token_ids, accepted, invalid, guards, targets, valid), at
+
+
+def _put(result: VerifyResult, batch: list[int], part: Decided) -> None:
+    for i, b in enumerate(batch):
+        kept = part.num_accepted[i] + (not part.invalid[i])
+        result.token_ids[b] = part.token_ids[i][:kept]
+        result.num_accepted[b] = part.num_accepted[i]
+        result.invalid[b] = part.invalid[i]
 
 
 def _met_bad_id(drafts: list[int], num_accepted: int, vocab_size: int) -> bool:
@@ -87,80 +237,41 @@ def _met_bad_id(drafts: list[int], num_accepted: int, vocab_size: int) -> bool:
     return num_accepted < len(drafts) and not 0 <= drafts[num_accepted] < vocab_size
 
 
-def _target_tokens(
-    law: RowLaw, buffers: InputBuffers, rows: Rows, index: Tensor
-) -> tuple[Tensor, Tensor]:
-    """The target's own token at each row of `index`, and which of them are laws."""
-    slot = rows.slot[index]
-    kind = buffers.draw_kind[slot]
-    key = buffers.seed[slot], buffers.choice[slot], rows.position[index]
-    uniform = None
-    if bool((kind == dispatch.DRAW_UNIFORM).any()):
-        uniform = dispatch.uniform(*key, dispatch.STREAM_DRAW)
-    seed, choice, position = key
-    return dispatch.sample_rows(
-        law,
-        kind if bool((kind != dispatch.DRAW_ARGMAX).any()) else None,  # None: a greedy batch
-        uniform=uniform,
-        seed=seed,
-        choice=choice,
-        position=position,
-    )
-
-
-def _reject(
-    target_law: RowLaw,
+def _simulate(
+    result: VerifyResult,
+    batch: list[int],
+    part: Decided,
     buffers: InputBuffers,
     rows: Rows,
-    batch: list[int],
-    index: Tensor,
-    proposal: DraftProposal,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Chain rejection of the requests of `batch`; the law's rows are theirs, in the same order."""
-    draft_token_ids = torch.tensor([t for b in batch for t in rows.drafts[b]], dtype=torch.int64)
-    num_drafts = len(draft_token_ids)
-    law = proposal.law
-    assert (num_drafts == 0) or (law is not None and len(law.logits) == num_drafts)
-    empty = torch.empty(0)
-    is_draft = torch.cat([torch.arange(rows.num_drafts[b] + 1) < rows.num_drafts[b] for b in batch])
-    slot = rows.slot[index]
-    seed, choice, position = buffers.seed[slot], buffers.choice[slot], rows.position[index]
-    coins = dispatch.uniform(
-        seed[is_draft], choice[is_draft], position[is_draft], dispatch.STREAM_COIN
-    )
-    return dispatch.verify_rejection(
-        target_law,
-        draft_token_ids,
-        _cumulative(rows, batch),
-        draft_logits=law.logits if law is not None else empty.new_empty(0, target_law.vocab_size),
-        draft_inv_temperature=law.inv_temperature if law is not None else empty,
-        draft_log_normalizer=law.log_normalizer if law is not None else empty,
-        draft_token_probs=law.token_probs if law is not None else empty,
-        draft_index=law.draft_index if law is not None else None,
-        coins=coins,
-        uniforms=dispatch.uniform(seed, choice, position, dispatch.STREAM_DRAW),
-    )
-
-
-def _cumulative(rows: Rows, batch: list[int]) -> Tensor:
-    return torch.tensor(list(accumulate(rows.num_drafts[b] for b in batch)), dtype=torch.int64)
-
-
-def _collect(
-    result: VerifyResult, batch: list[int], output: Tensor, accepted: Tensor, invalid: Tensor
+    vocab_size: int,
 ) -> None:
-    columns = zip(batch, output.tolist(), accepted.tolist(), invalid.tolist(), strict=True)
-    for b, token_ids, num_accepted, is_invalid in columns:
-        kept = num_accepted if is_invalid else num_accepted + 1
-        result.token_ids[b] = token_ids[:kept]
-        result.num_accepted[b] = num_accepted
-        result.invalid[b] = is_invalid
+    """Put a made-up number of accepted drafts, and the target's token after them, in place of the
+    walk's result (`workers/simulate.py`). Rows that are no law keep the real one."""
+    slot = torch.tensor([rows.slots[b] for b in batch])
+    first = torch.from_numpy(rows.position[[rows.starts[b] for b in batch]])
+    # match uses no coins: theirs are free.
+    uniforms = dispatch.uniform(
+        buffers.seed[slot], buffers.choice[slot], first, dispatch.STREAM_COIN
+    )
+    targets, valid, start = part.target_token_ids, part.row_valid, 0
+    assert targets is not None
+    assert valid is not None
+    rates = buffers.resolved.simulated_acceptance
+    for b, uniform in zip(batch, uniforms.tolist(), strict=True):
+        drafts = rows.drafts[b]
+        n = num_simulated(rates, uniform, drafts, vocab_size)
+        if all(valid[start : start + n + 1]) and not result.invalid[b]:
+            result.token_ids[b] = [*drafts[:n], targets[start + n]]
+            result.num_accepted[b] = n
+        start += len(drafts) + 1
 
 
 def _logprobs(law: Tensor, token_ids: list[int], num_top: int) -> tuple[TokenLogprobs, ...]:
     """Of one law a token, [len(token_ids), vocab]: raw logits or processed ones."""
     logprobs = law.float().log_softmax(-1)
-    chosen = logprobs.gather(1, torch.tensor(token_ids, dtype=torch.int64)[:, None]).squeeze(1)
+    chosen = logprobs.gather(
+        1, torch.tensor(token_ids, dtype=torch.int64, device=law.device)[:, None]
+    ).squeeze(1)
     values, ids = logprobs.topk(min(num_top, law.shape[1]), -1)
     return tuple(
         TokenLogprobs(token_id=token, logprob=p, top=tuple(zip(i, v, strict=True)))

@@ -8,10 +8,11 @@ and is fed as many tokens as the step's budget has left.
 from __future__ import annotations
 
 import enum
-from collections import deque
+from collections import Counter, deque
 
 from spectrue.workers.block_manager import BlockManager, BlockTable
 from spectrue.workers.core import NewRequest, Request, ScheduledRequest, SchedulerOutput
+from spectrue.workers.depth import DepthPolicy
 
 
 class RequestStatus(enum.Enum):
@@ -65,11 +66,14 @@ class Scheduler:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         recompute_last_block: bool = False,
+        depth: DepthPolicy | None = None,  # None: every request gets its own k
     ) -> None:
         self.blocks = blocks
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.recompute_last_block = recompute_last_block
+        self.depth = depth
+        self.depths: Counter[int] = Counter()  # steps with decoding requests, by chosen depth
         self.waiting: deque[RequestState] = deque()
         self.running: list[RequestState] = []  # in order of admission; the last is preempted first
         self.slots: list[RequestState | None] = [None] * max_num_seqs
@@ -90,10 +94,17 @@ class Scheduler:
         free_slot = len(self.running) < self.max_num_seqs
         prompts = len(decoding) < len(self.running) or (self.waiting and free_slot)
         share = max(1, budget // (2 if prompts else 1) // max(1, len(decoding)))
+        # Before anything is drafted: it may depend on past steps only.
+        depth = None
+        if self.depth is not None and decoding:
+            depth = self.depth.choose(len(decoding))
+            self.depths[depth] += 1
         for state in decoding:
             if state.status is not RequestStatus.RUNNING:
                 continue  # preempted by an earlier one of this loop
             k = min(state.max_draft_tokens, state.max_len - len(state.token_ids) - 1, share - 1)
+            if depth is not None:
+                k = min(k, depth)
             planned = {s.slot for s in scheduled}
             # Drafts are given up before anybody is preempted for them.
             while not (self._grow(state, 1, k) or self._grow(state, 1, k := 0)):

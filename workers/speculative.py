@@ -15,6 +15,7 @@ from torch import Tensor
 from spectrue.workers.core import SchedulerOutput, SlotOutput, StepOutput
 from spectrue.workers.drafters.base import Drafter, DraftProposal
 from spectrue.workers.forward_batch import ForwardBatch
+from spectrue.workers.graphs import StepGraphs
 from spectrue.workers.input_buffers import InputBuffers
 from spectrue.workers.model_runner import ModelRunner
 from spectrue.workers.parallel import TPGroup
@@ -27,6 +28,7 @@ def speculative_step(
     target: ModelRunner,
     drafter: Drafter,
     group: TPGroup,
+    graphs: StepGraphs | None = None,
 ) -> StepOutput:
     """Run one planned step; the tokens that it commits are the target's law, whatever is drafted.
 
@@ -40,18 +42,22 @@ def speculative_step(
     drafts = _split(proposal)
     t1 = time.perf_counter()
 
-    # One target forward: the tokens that have no KV yet, then the drafts.
-    batch, rows = _target_batch(plan, buffers, drafts, target.vocab_size)
-    hidden_states = target.forward(batch)
-    logits = target.logits(hidden_states[rows])
-    t2 = time.perf_counter()
-
-    # Accept a prefix of the drafts and draw one token more, on rank 0.
+    # One target forward: the tokens that have no KV yet, then the drafts. Then, on rank 0, accept a
+    # prefix of the drafts and draw one token more. A graph does both, where it can.
+    captured = None if graphs is None else graphs.run(plan, drafts, proposal)
     sampling = [i for i, s in enumerate(plan.scheduled) if s.samples]
     slots = [plan.scheduled[i].slot for i in sampling]
     result: VerifyResult | None = None
-    if logits is not None and sampling:
-        result = verify(logits, buffers, slots, [drafts[i] for i in sampling], proposal)
+    if captured is not None:
+        result, batch, output = captured
+        t2 = time.perf_counter()
+    else:
+        batch, rows = _target_batch(plan, buffers, drafts, target)
+        output = target.forward(batch)
+        logits = target.logits(output.hidden_states[rows])
+        t2 = time.perf_counter()
+        if logits is not None and sampling:
+            result = verify(logits, buffers, slots, [drafts[i] for i in sampling], proposal)
     result = group.broadcast_object(result)
     t3 = time.perf_counter()
 
@@ -59,7 +65,7 @@ def speculative_step(
     if result is not None:
         for slot, token_ids in zip(slots, result.token_ids, strict=True):
             buffers.commit(slot, token_ids)
-    drafter.extend(plan, buffers, hidden_states)
+    drafter.extend(plan, buffers, batch, output)
     t4 = time.perf_counter()
     return StepOutput(
         outputs=_outputs(plan, buffers, result, drafts),
@@ -77,7 +83,7 @@ def _split(proposal: DraftProposal) -> list[list[int]]:
 
 
 def _target_batch(
-    plan: SchedulerOutput, buffers: InputBuffers, drafts: list[list[int]], vocab_size: int
+    plan: SchedulerOutput, buffers: InputBuffers, drafts: list[list[int]], target: ModelRunner
 ) -> tuple[ForwardBatch, Tensor]:
     """The forward's tensors, and its rows whose logits are needed, [rows] int64.
 
@@ -89,7 +95,7 @@ def _target_batch(
         first = s.num_computed_tokens
         tokens = buffers.token_ids[s.slot, first : first + s.num_scheduled_tokens]
         if draft:
-            fed = [t if 0 <= t < vocab_size else 0 for t in draft]
+            fed = [t if 0 <= t < target.vocab_size else 0 for t in draft]
             tokens = torch.cat([tokens, torch.tensor(fed)])
         token_ids.append(tokens)
         end += len(tokens)
@@ -100,8 +106,10 @@ def _target_batch(
         starts=[s.num_computed_tokens for s in plan.scheduled],
         block_tables=buffers.block_tables[[s.slot for s in plan.scheduled]],
         block_size=buffers.block_size,
+        device=target.device,
     )
-    return batch, torch.cat(rows) if rows else torch.empty(0, dtype=torch.int64)
+    index = torch.cat(rows) if rows else torch.empty(0, dtype=torch.int64)
+    return batch, index.to(target.device)
 
 
 def _outputs(

@@ -11,6 +11,7 @@ from spectrue.workers.errors import InvalidRequestError, ModelLoadError
 
 REPLACEMENT = "\ufffd"  # what decoding shows for bytes that are not (yet) a character
 CONTEXT_TOKENS = 5  # of the prompt, decoded before the first output token
+FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 
 class Tokenizer:
@@ -109,6 +110,11 @@ class IncrementalDetokenizer:
         return self._decode(self._prefix + self._tail, self._skip)[len(self._prefix_text) :]
 
 
+def has_tokenizer(path: Path) -> bool:
+    """Whether a directory has a tokenizer's files, or a GGUF file, which has one inside."""
+    return not path.is_dir() or any((path / name).is_file() for name in FILES)
+
+
 def load_tokenizer(path: Path | str) -> Tokenizer:
     """The tokenizer of a Hugging Face directory or a .gguf file."""
     path = Path(path)
@@ -118,6 +124,8 @@ def load_tokenizer(path: Path | str) -> Tokenizer:
         return Tokenizer(*tokenizer_from_gguf(path))
     if not path.is_dir():
         raise ModelLoadError(f"{path} is neither a checkpoint directory nor a .gguf file")
+    if not has_tokenizer(path):  # transformers would make an empty one for some model types
+        raise ModelLoadError(f"{path}: its tokenizer cannot be loaded: none of {', '.join(FILES)}")
     from transformers import AutoTokenizer
 
     try:

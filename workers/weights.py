@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
+from spectrue.workers.config import LoadFormat
 from spectrue.workers.errors import ConfigError, ModelLoadError
 from spectrue.workers.parallel import TPGroup
 
 if TYPE_CHECKING:
+    from spectrue.workers.models.base import Model
     from spectrue.workers.models.config import ModelConfig
-    from spectrue.workers.models.llama import LlamaModel
 
 logger = logging.getLogger(__name__)
 
@@ -24,10 +25,8 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 MAX_NAMED = 8  # weights named in an error
 
 
-class WeightSource(Protocol):
-    """A checkpoint under Hugging Face's names."""
-
-    config: ModelConfig
+class TensorFiles(Protocol):
+    """Named tensors on disk."""
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]: ...
 
@@ -36,12 +35,18 @@ class WeightSource(Protocol):
         ...
 
 
+class WeightSource(TensorFiles, Protocol):
+    """A checkpoint of a whole model under Hugging Face's names."""
+
+    config: ModelConfig
+
+
 class WeightReader:
     """Reads shards of this rank's weights in the model's dtype, on its device."""
 
     def __init__(
         self,
-        source: WeightSource,
+        source: TensorFiles,
         shapes: Mapping[str, tuple[int, ...]],  # of the weights that will be read
         dtype: torch.dtype,
         device: torch.device,
@@ -93,7 +98,7 @@ def resolve_dtype(name: str, device: torch.device | str = "cpu") -> torch.dtype:
     return torch.bfloat16 if fast else torch.float32
 
 
-def _named(names: set[str]) -> str:
+def named(names: set[str]) -> str:
     shown = ", ".join(sorted(names)[:MAX_NAMED])
     return shown + (f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else "")
 
@@ -107,14 +112,14 @@ def check_weights(
     """Every weight of the model is there with its shape, and nothing is left over."""
     missing = expected.keys() - found.keys()
     if missing:
-        raise ModelLoadError(f"{path} lacks weights of its model: {_named(missing)}")
+        raise ModelLoadError(f"{path} lacks weights of its model: {named(missing)}")
     unused = {
         name
         for name in found.keys() - expected.keys()
         if not name.endswith(".rotary_emb.inv_freq") and not (tied and name == "lm_head.weight")
     }
     if unused:
-        raise ModelLoadError(f"{path} has weights that its model would ignore: {_named(unused)}")
+        raise ModelLoadError(f"{path} has weights that its model would ignore: {named(unused)}")
     for name, shape in expected.items():
         if found[name] != shape:
             raise ModelLoadError(f"{path}: {name} has shape {found[name]}, expected {shape}")
@@ -132,25 +137,50 @@ def open_source(path: Path) -> WeightSource:
     raise ModelLoadError(f"{path} is neither a checkpoint directory nor a .gguf file")
 
 
+def _without_mtp(path: Path, source: WeightSource) -> Mapping[str, tuple[int, ...]]:
+    """The weights of the target itself; drafter `mtp` reads the others (`weights_mtp.py`)."""
+    from spectrue.workers.models.config import read_json
+    from spectrue.workers.weights_mtp import is_mtp_weight, num_mtp_layers
+
+    shapes = source.shapes()
+    if not path.is_dir() or not num_mtp_layers(read_json(path / "config.json")):
+        return shapes
+    num_layers = source.config.num_layers
+    return {n: shape for n, shape in shapes.items() if not is_mtp_weight(n, num_layers)}
+
+
 def load_model(
     path: Path | str,
     dtype: torch.dtype | str = "auto",
     device: torch.device | str = "cpu",
     group: TPGroup | None = None,
     progress: Progress | None = None,
-) -> LlamaModel:
-    """Load this rank's shard of a checkpoint: a Hugging Face directory or a .gguf file."""
+    load_format: LoadFormat = "auto",
+) -> Model:
+    """Load this rank's shard of a checkpoint: a Hugging Face directory or a .gguf file.
+
+    What no model file of ours serves runs by transformers (`models/generic.py`).
+    """
     from spectrue.workers.models.layers import check_shards
-    from spectrue.workers.models.registry import MODELS, expected_weights
+    from spectrue.workers.models.registry import MODELS, expected_weights, is_generic
+    from spectrue.workers.weights_dummy import DummySource, check_dummy
 
     path, device, group = Path(path), torch.device(device), group or TPGroup()
     if isinstance(dtype, str):
         dtype = resolve_dtype(dtype, device)
-    source = open_source(path)
+    dummy = load_format == "dummy"
+    if dummy:
+        check_dummy(path)
+        logger.warning("load_format = dummy: %s gets random weights, its texts are noise", path)
+    if is_generic(path):
+        from spectrue.workers.models.generic_load import load_generic
+
+        return load_generic(path, dtype, device, group, progress, dummy=dummy)
+    source = DummySource.of_directory(path, device) if dummy else open_source(path)
     config = source.config
     check_shards(config, group.size)
     expected = expected_weights(config)
-    check_weights(path, source.shapes(), expected, config.tie_word_embeddings)
+    check_weights(path, _without_mtp(path, source), expected, config.tie_word_embeddings)
     reader = WeightReader(source, expected, dtype, device, group, progress)
     with torch.no_grad():
         return MODELS[config.family](config, reader, group)

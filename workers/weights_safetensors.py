@@ -15,11 +15,12 @@ from spectrue.workers.models.config import config_from_hf
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
-class SafetensorsSource:
+class SafetensorsFiles:
+    """The weights of a directory, whatever model or head they are of."""
+
     def __init__(self, path: Path) -> None:
         from safetensors import SafetensorError, safe_open
 
-        self.config = config_from_hf(path)
         if (path / INDEX).is_file():
             weight_map: dict[str, str] = json.loads((path / INDEX).read_text())["weight_map"]
             files = sorted(set(weight_map.values()))
@@ -43,3 +44,11 @@ class SafetensorsSource:
         part = self._slices[name]
         tensor: Tensor = part[start:stop] if dim == 0 else part[:, start:stop]
         return tensor.to(dtype)
+
+
+class SafetensorsSource(SafetensorsFiles):
+    """A whole model's."""
+
+    def __init__(self, path: Path) -> None:
+        self.config = config_from_hf(path)
+        super().__init__(path)

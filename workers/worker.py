@@ -13,21 +13,29 @@ import torch
 
 from spectrue.workers.config import EngineConfig
 from spectrue.workers.core import SchedulerOutput, StepOutput
-from spectrue.workers.drafters.base import Drafter, NoDrafter
-from spectrue.workers.drafters.draft_model import DraftModelDrafter
-from spectrue.workers.drafters.ngram import NgramDrafter
+from spectrue.workers.drafters.eagle import EagleDrafter
+from spectrue.workers.drafters.load import load_draft, make_drafter
 from spectrue.workers.errors import ConfigError
+from spectrue.workers.graphs import StepGraphs
 from spectrue.workers.input_buffers import InputBuffers
 from spectrue.workers.kv_cache import KVCachePool
 from spectrue.workers.model_runner import ModelRunner
 from spectrue.workers.model_store import resolve_model
-from spectrue.workers.models.llama import LlamaModel
+from spectrue.workers.models.base import Model
+from spectrue.workers.models.head import DraftHead
 from spectrue.workers.parallel import TPGroup
 from spectrue.workers.policy import Decision, ResolvedSpeculative, resolve_speculative
+from spectrue.workers.self_check import check_draft, judge, prompt_token_ids
 from spectrue.workers.speculative import speculative_step
 from spectrue.workers.weights import load_model, resolve_dtype
 
 logger = logging.getLogger(__name__)
+
+CPU_KV_BYTES = 512 * 2**20
+# Of a GPU's memory that is free once the weights are there: what activations, graphs and logits
+# need stays out, and a share for what other processes may take.
+GPU_RESERVE = 4 * 2**30
+GPU_SHARE = 0.9
 
 Progress = Callable[[str, int, int], None]  # what, done, total
 
@@ -58,11 +66,7 @@ class Worker:
         self.group = group
         self.resolved = resolve_speculative(config.speculative)
         decisions.extend(self.resolved.decisions)
-        if config.device == "cuda":
-            raise ConfigError("device: cuda is not supported by this version, use cpu")
-        if config.device == "auto":
-            reason = "this version computes on CPUs only"
-            decisions.append(Decision("device", "cpu", reason))
+        device = _device(config, decisions)
         threads = config.cpu_threads
         if threads is None:
             threads = max(1, (os.cpu_count() or 1) // config.tp_size)
@@ -70,31 +74,39 @@ class Worker:
                 Decision("cpu_threads", str(threads), "the machine's cores, shared by the ranks")
             )
         torch.set_num_threads(threads)
-        dtype = resolve_dtype(config.dtype)
+        dtype = resolve_dtype(config.dtype, device)
         if config.dtype == "auto":
+            what = "GPU" if device.type == "cuda" else "CPU"
             fast = dtype is torch.bfloat16
-            reason = "the CPU computes in bf16" if fast else "the CPU has no bf16 instructions"
-            decisions.append(Decision("dtype", _name(dtype), reason))
+            verb = "computes in bf16" if fast else "has no bf16 instructions"
+            decisions.append(Decision("dtype", _name(dtype), f"the {what} {verb}"))
+        if config.load_format == "dummy":
+            reason = "random weights, for measuring speed: the text is noise"
+            decisions.append(Decision("load_format", "dummy", reason))
 
         path = resolve_model(config.model)
-        model = self._load(path, dtype, progress, "target weights")
+        start = time.perf_counter()
+        model: Model = load_model(
+            path,
+            dtype=dtype,
+            device=device,
+            group=group,
+            progress=_report(progress, "target weights"),
+            load_format=config.load_format,
+        )
+        logger.info("target weights loaded in %.1f s", time.perf_counter() - start)
         max_model_len = config.max_model_len
         if max_model_len is None:
             max_model_len = model.config.max_context
         model.config.check_context(max_model_len)
-        draft = None
-        if config.speculative.draft_model is not None:
-            draft_path = resolve_model(config.speculative.draft_model)
-            draft = self._load(draft_path, dtype, progress, "draft weights")
-            if draft.config.vocab_size != model.config.vocab_size:
-                raise ConfigError(
-                    f"speculative.draft_model must have the target's vocabulary of "
-                    f"{model.config.vocab_size} tokens, it has {draft.config.vocab_size}"
-                )
+        draft = load_draft(
+            config, path, model, dtype, group, _report(progress, "draft weights"), decisions
+        )
 
         num_blocks, max_model_len = _size_pool(config, max_model_len, model, draft, decisions)
         self.target = ModelRunner(model, model.new_kv_cache(num_blocks, config.block_size))
-        self.drafter = self._drafter(config, draft, num_blocks)
+        self.drafter = make_drafter(config, draft, num_blocks, group)
+        self._self_check(config, path, max_model_len, decisions)
         self.buffers = InputBuffers(
             max_num_seqs=config.max_num_seqs,
             max_model_len=max_model_len,
@@ -102,6 +114,16 @@ class Worker:
             resolved=self.resolved,
             eos_token_ids=model.config.eos_token_ids,
         )
+        self.graphs: StepGraphs | None = None
+        if device.type == "cuda" and config.enable_graphs:
+            self.graphs = StepGraphs(
+                self.target,
+                self.buffers,
+                device=device,
+                max_model_len=max_model_len,
+                law=self.drafter.law,
+                keep_hidden_states=self.drafter.needs_hidden_states,
+            )
         self.info = ModelInfo(
             model_path=path,
             max_model_len=max_model_len,
@@ -109,7 +131,7 @@ class Worker:
             num_kv_blocks=num_blocks,
             eos_token_ids=tuple(model.config.eos_token_ids),
             dtype=_name(dtype),
-            device="cpu",
+            device=str(device),
             resolved=self.resolved,
             decisions=tuple(decisions),
             needs_hidden_states=self.drafter.needs_hidden_states,
@@ -119,30 +141,54 @@ class Worker:
 
     @torch.inference_mode()
     def execute(self, plan: SchedulerOutput) -> StepOutput:
-        return speculative_step(plan, self.buffers, self.target, self.drafter, self.group)
+        return speculative_step(
+            plan, self.buffers, self.target, self.drafter, self.group, self.graphs
+        )
 
-    def _load(
-        self, path: Path, dtype: torch.dtype, progress: Progress | None, what: str
-    ) -> LlamaModel:
-        start = time.perf_counter()
-        report = None if progress is None else (lambda done, total: progress(what, done, total))
-        model = load_model(path, dtype=dtype, group=self.group, progress=report)
-        logger.info("%s loaded in %.1f s", what, time.perf_counter() - start)
-        return model
-
-    def _drafter(self, config: EngineConfig, draft: LlamaModel | None, num_blocks: int) -> Drafter:
+    @torch.inference_mode()
+    def _self_check(
+        self, config: EngineConfig, path: Path, max_model_len: int, decisions: list[Decision]
+    ) -> None:
+        """What a head is worth on this target; of random weights or made-up accepts nothing is."""
+        if not isinstance(self.drafter, EagleDrafter):
+            return
+        if config.load_format == "dummy" or self.resolved.simulated_acceptance:
+            return
+        check = check_draft(
+            self.target,
+            self.drafter,
+            self.group,
+            prompt=prompt_token_ids(path, self.target.vocab_size),
+            resolved=self.resolved,
+            block_size=config.block_size,
+            max_model_len=max_model_len,
+        )
         speculative = config.speculative
-        if self.resolved.num_speculative_tokens == 0:
-            return NoDrafter()
-        if draft is not None:
-            return DraftModelDrafter(
-                ModelRunner(draft, draft.new_kv_cache(num_blocks, config.block_size)),
-                self.group,
-                max_num_seqs=config.max_num_seqs,
-                k=speculative.num_speculative_tokens,
-                max_num_tokens=config.max_num_batched_tokens,
-            )
-        return NgramDrafter(speculative.ngram_min, speculative.ngram_max, self.group)
+        found = judge(check, speculative.drafter, speculative.strict_draft)
+        decisions.append(Decision("speculative.self_check", f"{check.acceptance:.3f}", found))
+
+
+def _report(progress: Progress | None, what: str) -> Callable[[int, int], None] | None:
+    return None if progress is None else (lambda done, total: progress(what, done, total))
+
+
+def _device(config: EngineConfig, decisions: list[Decision]) -> torch.device:
+    """Of this rank. Raises ConfigError for a GPU that is not there."""
+    available = torch.cuda.is_available()
+    name = config.device
+    if name == "auto":
+        name = "cuda" if available and config.tp_size == 1 else "cpu"
+        found = "a GPU was found" if available else "no GPU was found"
+        if available and config.tp_size > 1:
+            found = "tensor parallel groups compute on CPUs in this version"
+        decisions.append(Decision("device", name, found))
+    if name == "cpu":
+        return torch.device("cpu")
+    if not available:
+        raise ConfigError("device: cuda, but torch finds no GPU (NVIDIA's or AMD's) here")
+    if config.tp_size > 1:
+        raise ConfigError("device: cuda works with tp_size: 1 only in this version")
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -152,8 +198,8 @@ def _name(dtype: torch.dtype) -> str:
 def _size_pool(
     config: EngineConfig,
     max_model_len: int,
-    model: LlamaModel,
-    draft: LlamaModel | None,
+    model: Model,
+    draft: Model | DraftHead | None,
     decisions: list[Decision],
 ) -> tuple[int, int]:
     """(KV blocks, max_model_len): the pool must hold one request of full length."""
@@ -172,9 +218,15 @@ def _size_pool(
             for m in (model, draft)
             if m is not None
         )
-        num_blocks, setting = config.kv_cache_bytes // per_block, "kv_cache_bytes"
+        size = config.kv_cache_bytes
+        if size is None:
+            size = CPU_KV_BYTES
+            if model.device.type == "cuda":
+                free, _ = torch.cuda.mem_get_info(model.device)
+                size = max(int((free - GPU_RESERVE) * GPU_SHARE), 0)
+        num_blocks, setting = size // per_block, "kv_cache_bytes"
         decisions.append(
-            Decision("num_kv_blocks", str(num_blocks), f"kv_cache_bytes / {per_block} a block")
+            Decision("num_kv_blocks", str(num_blocks), f"{size} bytes of KV / {per_block} a block")
         )
     if num_blocks >= needed:
         if config.max_model_len is None:

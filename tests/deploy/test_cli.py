@@ -48,8 +48,8 @@ def test_serve_flags_reach_the_settings(monkeypatch: pytest.MonkeyPatch, tmp_pat
     args = (
         "serve --model /m --served-model-name x --host 0.0.0.0 --port 81 --drafter draft_model "
         "--num-speculative-tokens 2 --draft-model /d --verify-method match --draft-sampling "
-        "coupled --reproducible --dtype float32 --tp-size 2 --max-model-len 99 --max-num-seqs 3 "
-        "--cpu-threads 1"
+        "coupled --reproducible --strict-draft --dtype float32 --tp-size 2 --max-model-len 99 "
+        "--max-num-seqs 3 --cpu-threads 1"
     )
     result = CliRunner().invoke(cli.app, args.split())
     assert result.exit_code == 0, result.output
@@ -64,6 +64,7 @@ def test_serve_flags_reach_the_settings(monkeypatch: pytest.MonkeyPatch, tmp_pat
         "engine.speculative.verify_method": "match",
         "engine.speculative.draft_sampling": "coupled",
         "engine.speculative.reproducible": True,
+        "engine.speculative.strict_draft": True,
         "engine.dtype": "float32",
         "engine.tp_size": 2,
         "engine.max_model_len": 99,

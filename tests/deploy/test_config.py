@@ -96,7 +96,7 @@ def test_a_draft_model_chooses_its_drafter(tmp_path: Path) -> None:
         ("serve: {port: 0}", r"serve\.port"),
         ("serve: {port: true}", r"serve\.port"),
         ("engine: {dtype: fp8}", r"engine\.dtype: .*'bfloat16'.*, got 'fp8'"),
-        ("engine: {speculative: {drafter: eagle}}", r"engine\.speculative\.drafter"),
+        ("engine: {speculative: {drafter: eagel}}", r"engine\.speculative\.drafter"),
         ("engine: {tp_size: 0}", r"tp_size must be at least 1"),
         ("engine: {speculative: {num_speculative_tokens: 17}}", r"num_speculative_tokens"),
         ("engine: [", r"not valid YAML"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 
 from spectrue.workers.async_engine import load_engine
-from spectrue.workers.config import EngineConfig, SpeculativeConfig
+from spectrue.workers.config import HAS_CHECKPOINT, EngineConfig, SpeculativeConfig
 from spectrue.workers.core import (
     FinishReason,
     Request,
@@ -52,7 +53,7 @@ def make_engine(
     """A float32 engine; `options` go to the speculative config where they belong there."""
     names = SpeculativeConfig.__dataclass_fields__
     speculative = {n: options.pop(n) for n in list(options) if n in names}
-    if drafter == "draft_model":
+    if drafter in HAS_CHECKPOINT:
         speculative["draft_model"] = str(draft or model)
     return load_engine(
         EngineConfig(
@@ -60,6 +61,7 @@ def make_engine(
                 "model": str(model),
                 "dtype": "float32",
                 "cpu_threads": 1,
+                "device": os.environ.get("SPECTRUE_TEST_DEVICE", "cpu"),
                 "max_num_seqs": 8,
                 "max_num_batched_tokens": 64,
                 "block_size": 4,

@@ -16,10 +16,11 @@ from torch import Tensor
 from spectrue.kernels import dispatch
 from spectrue.workers.config import SpeculativeConfig
 from spectrue.workers.core import SamplingParams, SchedulerOutput
-from spectrue.workers.drafters.base import Drafter, DraftProposal
+from spectrue.workers.drafters.base import Drafter, DraftLaw, DraftProposal
 from spectrue.workers.drafters.ngram import lookup
 from spectrue.workers.engine import Engine
 from spectrue.workers.executor import GroupExecutor
+from spectrue.workers.forward_batch import ForwardBatch, ForwardOutput
 from spectrue.workers.input_buffers import InputBuffers
 from spectrue.workers.worker import Worker
 
@@ -105,6 +106,7 @@ class Garbage:
     """Replaces a drafter's tokens by ids that no vocabulary has, or by noise."""
 
     needs_hidden_states = False
+    law: DraftLaw | None = None
 
     def __init__(self, drafter: Drafter, ids: list[int]) -> None:
         self.drafter = drafter
@@ -116,8 +118,14 @@ class Garbage:
         ids = [self.ids[i % len(self.ids)] for i in range(sum(ks))]
         return DraftProposal(num_draft_tokens=ks, token_ids=torch.tensor(ids), law=law)
 
-    def extend(self, plan: SchedulerOutput, buffers: InputBuffers, hidden: Tensor) -> None:
-        self.drafter.extend(plan, buffers, hidden)
+    def extend(
+        self,
+        plan: SchedulerOutput,
+        buffers: InputBuffers,
+        batch: ForwardBatch,
+        output: ForwardOutput,
+    ) -> None:
+        self.drafter.extend(plan, buffers, batch, output)
 
 
 @pytest.mark.parametrize("ids", [[-1], [128], [10**6, -5], [2**40], [3, 77, -1, 0]])
@@ -165,7 +173,7 @@ def test_the_law_outlives_the_memory_it_was_drawn_from(
         seen.append(logits(hidden))
         return seen[-1]
 
-    def recycle(batch: Any) -> Tensor:
+    def recycle(batch: Any) -> ForwardOutput:
         for tensor in seen:
             tensor.copy_(tensor.roll(1, 1) if isinstance(poison, str) else torch.tensor(poison))
         seen.clear()
@@ -217,7 +225,7 @@ def test_a_bad_row_ends_its_request_alone(
         make_request(f"r{i}", p, temperature=temperature, seed=i) for i, p in enumerate(PROMPTS)
     ]
     want = complete(make_engine(tiny_llama), *requests)
-    engine = make_engine(tiny_llama, drafter)
+    engine = make_engine(tiny_llama, drafter, enable_graphs=False)  # they would not see the patch
     worker = worker_of(engine)
     logits = worker.target.logits
     steps = 0
@@ -399,7 +407,7 @@ def test_lookup(text: list[int], k: int, drafts: list[int]) -> None:
 
 def test_a_greedy_neighbour_stays_greedy_under_ties(tiny_llama: Path) -> None:
     """sglang: a temperature-0 row in a sampled batch kept all tied maxima and drew among them."""
-    engine = make_engine(tiny_llama, "draft_model", 3, tiny_llama)
+    engine = make_engine(tiny_llama, "draft_model", 3, tiny_llama, enable_graphs=False)
     worker = worker_of(engine)
     logits = worker.target.logits
 

@@ -14,6 +14,7 @@ from spectrue.workers import proposal
 from spectrue.workers.config import SpeculativeConfig
 from spectrue.workers.core import SamplingParams, SchedulerOutput
 from spectrue.workers.drafters.base import Drafter, DraftLaw, DraftProposal
+from spectrue.workers.forward_batch import ForwardBatch, ForwardOutput
 from spectrue.workers.input_buffers import InputBuffers
 
 from .toy import Setup, joint_law, output_law, total_variation
@@ -98,6 +99,7 @@ class Faulty:
     """Drops drafts from a real drafter's proposal, from the first one that `drop` names on."""
 
     needs_hidden_states = False
+    law: DraftLaw | None = None
 
     def __init__(self, drafter: Drafter, drop: Any) -> None:
         self.drafter = drafter
@@ -128,21 +130,29 @@ class Faulty:
             ),
         )
 
-    def extend(self, plan: SchedulerOutput, buffers: InputBuffers, hidden: Tensor) -> None:
-        self.drafter.extend(plan, buffers, hidden)
+    def extend(
+        self,
+        plan: SchedulerOutput,
+        buffers: InputBuffers,
+        batch: ForwardBatch,
+        output: ForwardOutput,
+    ) -> None:
+        self.drafter.extend(plan, buffers, batch, output)
 
 
 def test_fault_argmax_draft_with_a_softmax_law(monkeypatch: pytest.MonkeyPatch) -> None:
     setup = make("rejection", {})
     draw = proposal.sample_draft_proposal
 
-    def argmax_draw(logits: Tensor, rows: proposal.DraftRows) -> proposal.Draw:
+    def argmax_draw(
+        logits: Tensor, rows: proposal.DraftRows, target_ids: Tensor | None = None
+    ) -> proposal.Draw:
         drawn = draw(logits, rows)
         token_ids = dispatch.argmax_lowest(logits)
         prob = drawn.logits.gather(1, token_ids[:, None]).squeeze(1) - drawn.log_normalizer
         return replace(drawn, token_ids=token_ids, token_probs=prob.exp())
 
-    monkeypatch.setattr("spectrue.workers.drafters.draft_model.sample_draft_proposal", argmax_draw)
+    monkeypatch.setattr("spectrue.workers.drafters.chain.sample_draft_proposal", argmax_draw)
     assert total_variation(output_law(setup), joint_law(setup)) > FAULT
 
 

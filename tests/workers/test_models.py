@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,8 @@ from spectrue.workers.errors import ConfigError, ModelLoadError
 from spectrue.workers.forward_batch import ForwardBatch
 from spectrue.workers.kv_cache import KVCachePool
 from spectrue.workers.models import linear
+from spectrue.workers.models.base import Model
 from spectrue.workers.models.config import config_from_hf
-from spectrue.workers.models.llama import LlamaModel
 from spectrue.workers.weights import load_model
 
 from ..conftest import make_tiny_model
@@ -47,7 +48,7 @@ def reference_logits(path: Path, tokens: Tensor) -> Tensor:
 class Runner:
     """Feeds requests to a model in any pieces, with block tables scattered over the pool."""
 
-    def __init__(self, model: LlamaModel, num_requests: int, seed: int = 0) -> None:
+    def __init__(self, model: Model, num_requests: int, seed: int = 0) -> None:
         self.model = model
         generator = torch.Generator().manual_seed(seed)
         self.kv: KVCachePool = model.new_kv_cache(NUM_BLOCKS, BLOCK_SIZE)
@@ -64,7 +65,7 @@ class Runner:
             block_tables=self.tables[list(pieces)],
             block_size=BLOCK_SIZE,
         )
-        logits = self.model.compute_logits(self.model.forward(batch, self.kv))
+        logits = self.model.compute_logits(self.model.forward(batch, self.kv).hidden_states)
         assert logits is not None
         assert logits.dtype == torch.float32
         return list(logits.split(batch.query_lens))
@@ -142,7 +143,9 @@ def test_no_rows_and_bf16(tiny_llama: Path) -> None:
     [
         ("llama", {"attention_bias": True, "mlp_bias": True}),
         ("qwen3", {"attention_bias": True}),
-        ("mistral", {"sliding_window": 64, "tie_word_embeddings": True}),
+        ("mistral", {"sliding_window": 7, "tie_word_embeddings": True}),
+        ("qwen2", {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}),
+        ("qwen2", {"sliding_window": 7}),  # not used
         ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}}),
         (
             "llama",
@@ -181,7 +184,7 @@ def test_without_the_packing_ops(tiny_qwen2: Path, monkeypatch: pytest.MonkeyPat
     tokens = tokens_of(20)
     packed = load_model(tiny_qwen2, "float32")
     monkeypatch.setattr(linear, "packing_ops", lambda dtype: None)
-    plain = load_model(tiny_qwen2, "float32")
+    plain: Any = load_model(tiny_qwen2, "float32")
     assert not plain.layers[0].attention.qkv.packed
     for model in (packed, plain):
         (logits,) = Runner(model, 1)({0: (0, tokens)})
@@ -242,14 +245,25 @@ def test_an_old_rope_scaling_is_understood(tiny_llama: Path, tmp_path: Path) -> 
     assert (read.rope_theta, read.rope_scaling["factor"]) == (5000.0, 2.0)
 
 
-def test_a_sliding_window_limits_the_context(tmp_path: Path) -> None:
-    config = config_from_hf(make_tiny_model(tmp_path, "mistral", sliding_window=64))
-    assert config.max_context == 64
-    config.check_context(64)
-    with pytest.raises(ConfigError, match=r"max_model_len = 65 .*sliding_window is 64"):
-        config.check_context(65)
+def test_windows_by_layer(tmp_path: Path) -> None:
+    config = config_from_hf(make_tiny_model(tmp_path / "m", "mistral", sliding_window=64))
+    assert config.layer_windows == (64, 64)
+    config.check_context(512)
     with pytest.raises(ConfigError, match="max_position_embeddings = 512"):
         config.check_context(513)
+    model = make_tiny_model(
+        tmp_path / "q", "qwen2", use_sliding_window=True, sliding_window=7, max_window_layers=1
+    )
+    config = config_from_hf(model)
+    assert config.layer_windows == (0, 7)
+    assert config_from_hf(make_tiny_model(tmp_path / "l")).layer_windows == ()
+
+
+def test_a_window_in_gguf_limits_the_context(tmp_path: Path) -> None:
+    config = replace(config_from_hf(make_tiny_model(tmp_path)), sliding_window=64)
+    assert config.max_context == 64
+    with pytest.raises(ConfigError, match=r"max_model_len = 65 .*sliding_window is 64"):
+        config.check_context(65)
 
 
 @pytest.mark.slow
@@ -295,14 +309,18 @@ def test_decode_and_verify_agree_to_the_bit(tiny_llama: Path, dtype: str, length
         )
 
     kv_cache = model.new_kv_cache(4 * 16, 8)
-    model.forward(batch([(0, length)], [0]), kv_cache)
-    decoded = [model.forward(batch([(i, i + 1)], [0]), kv_cache) for i in range(length, length + 4)]
+
+    def run(pieces: list[tuple[int, int]], slots: list[int]) -> Tensor:
+        return model.forward(batch(pieces, slots), kv_cache).hidden_states
+
+    run([(0, length)], [0])
+    decoded = [run([(i, i + 1)], [0]) for i in range(length, length + 4)]
     decoded_kv = [layer.clone() for layer in kv_cache.layers]
-    alone = model.forward(batch([(length, length + 4)], [0]), kv_cache)
+    alone = run([(length, length + 4)], [0])
     assert torch.equal(torch.cat(decoded), alone)
     assert all(torch.equal(a, b) for a, b in zip(decoded_kv, kv_cache.layers, strict=True))
     company = [(length, length + 4), (length - 1, length), (0, 3), (length - 4, length)]
-    together = model.forward(batch(company, [0, 1, 2, 3]), kv_cache)
+    together = run(company, [0, 1, 2, 3])
     assert torch.equal(together[:4], alone)
     for rows in (1, 2, 3):
         assert torch.equal(model.compute_logits(alone[:rows]), model.compute_logits(alone)[:rows])  # type: ignore[index, arg-type]

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from spectrue.workers.config import EngineConfig, SpeculativeConfig
+from spectrue.workers.config import HAS_CHECKPOINT, EngineConfig, SpeculativeConfig
 from spectrue.workers.core import SamplingParams
 from spectrue.workers.errors import ConfigError
 from spectrue.workers.policy import (
@@ -16,11 +16,12 @@ from spectrue.workers.policy import (
     verify_path,
 )
 
-DRAFTERS = ("none", "ngram", "draft_model")
+HEADS = ("eagle", "eagle3", "mtp")
+DRAFTERS = ("none", "ngram", "draft_model", *HEADS)
 
 
 def config(drafter: str, **options: Any) -> SpeculativeConfig:
-    draft_model = "-" if drafter == "draft_model" else None
+    draft_model = "-" if drafter in HAS_CHECKPOINT else None
     return SpeculativeConfig(drafter=drafter, draft_model=draft_model, **options)  # type: ignore[arg-type]
 
 
@@ -48,6 +49,13 @@ LEGAL = {
     ("draft_model", "match", "coupled", True): ("match", "coupled"),
     ("draft_model", "rejection", "auto", False): ("rejection", "sampled"),
     ("draft_model", "rejection", "sampled", False): ("rejection", "sampled"),
+}
+# Heads draw from a law as draft models do.
+LEGAL |= {
+    (head, method, sampling, reproducible): resolved
+    for (drafter, method, sampling, reproducible), resolved in list(LEGAL.items())
+    for head in HEADS
+    if drafter == "draft_model"
 }
 for sampling, reproducible in itertools.product(("auto", "greedy"), (False, True)):
     LEGAL["none", "match", sampling, reproducible] = ("match", "greedy")
@@ -131,7 +139,7 @@ def test_bad_settings_are_named(options: dict[str, Any], name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "choices"),
     [
-        ("drafter", "none, ngram, draft_model"),
+        ("drafter", "none, ngram, draft_model, eagle, eagle3, mtp"),
         ("verify_method", "auto, match, rejection"),
         ("draft_sampling", "auto, greedy, sampled, coupled"),
     ],

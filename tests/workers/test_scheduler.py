@@ -1,9 +1,12 @@
 import random
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from spectrue.workers.block_manager import BlockManager
 from spectrue.workers.core import Request, SamplingParams, SchedulerOutput
+from spectrue.workers.depth import FixedDepth
 from spectrue.workers.scheduler import RequestState, RequestStatus, Scheduler
 
 
@@ -188,3 +191,65 @@ def test_random_sequences(seed: int) -> None:
         run_step(scheduler, scheduler.schedule())
     assert not live or all(s.status is RequestStatus.FINISHED for s in live)
     assert scheduler.blocks.num_used == 0
+
+
+@settings(max_examples=80, deadline=None)
+@given(data=st.data())
+def test_whatever_the_depth_drafts_keep_to_their_limits(data: st.DataObject) -> None:
+    """A new depth each step: nobody gets more drafts than it, its own k, the length limit or its
+    blocks allow, and every request ends at its length."""
+    max_k = data.draw(st.integers(1, 6))
+
+    class Depth(FixedDepth):
+        sizes: list[int] = []  # noqa: RUF012
+
+        def choose(self, num_requests: int) -> int:
+            self.sizes.append(num_requests)
+            self.depth = data.draw(st.integers(0, max_k))
+            return self.depth
+
+    depth = Depth(0)
+    depth.sizes = []
+    scheduler = Scheduler(
+        BlockManager(data.draw(st.integers(6, 20)), 4),
+        max_num_seqs=data.draw(st.integers(1, 4)),
+        max_num_batched_tokens=data.draw(st.integers(4, 30)),
+        depth=depth,
+    )
+    lengths = data.draw(
+        st.lists(st.tuples(st.integers(1, 12), st.integers(1, 12)), min_size=1, max_size=5)
+    )
+    own = [data.draw(st.integers(0, max_k)) for _ in lengths]
+    states = [
+        make_state(list(range(p)), n, k, f"{i}")
+        for i, ((p, n), k) in enumerate(zip(lengths, own, strict=True))
+    ]
+    for state in states:
+        scheduler.add(state)
+    for _ in range(400):
+        if not (scheduler.waiting or scheduler.running):
+            break
+        asked, decoding = len(depth.sizes), sum(s.decoding for s in scheduler.running)
+        plan = scheduler.schedule()
+        # Once a step, for those who decode; not at all when nobody does.
+        assert depth.sizes[asked:] == ([decoding] if decoding else [])
+        for s in plan.scheduled:
+            planned = scheduler.slots[s.slot]
+            assert planned is not None
+            k = s.num_draft_tokens
+            assert k <= min(depth.depth, planned.max_draft_tokens) or k == 0
+            end = s.num_computed_tokens + s.num_scheduled_tokens + k
+            assert end <= len(planned.table.block_ids) * 4
+            assert end < planned.max_len
+        run_step(scheduler, plan, accept=data.draw(st.integers(0, max_k)))
+    assert all(s.status is RequestStatus.FINISHED for s in states)
+    assert all(len(s.token_ids) == s.max_len for s in states)
+    assert sum(scheduler.depths.values()) == len(depth.sizes)
+
+
+def test_without_a_depth_policy_requests_get_their_own_k() -> None:
+    scheduler = make_scheduler()
+    scheduler.add(make_state([1, 2], k=2))
+    run_step(scheduler, scheduler.schedule())
+    assert scheduler.schedule().scheduled[0].num_draft_tokens == 2
+    assert not scheduler.depths

@@ -13,12 +13,13 @@ import torch
 
 from spectrue.workers import worker as worker_module
 from spectrue.workers.async_engine import load_engine
-from spectrue.workers.config import EngineConfig, SpeculativeConfig
+from spectrue.workers.config import HAS_CHECKPOINT, EngineConfig, SpeculativeConfig
 from spectrue.workers.parallel import TPGroup
 from spectrue.workers.worker import Worker
 
 from ..conftest import make_tiny_model
 from .harness import complete, make_request
+from .heads import copying_eagle3, draft_table, second_order_target
 
 LOOP = [5, 9, 12, 7] * 4
 PROMPTS = [LOOP, [3, 4, 5], [88, 17, 23, 56, 91, 33, 2, 17, 23], [40] * 9, list(range(20, 45))]
@@ -36,11 +37,12 @@ def _requests() -> list[Any]:
 
 def _noisy(worker: Worker) -> None:
     """Perturb this rank's share of target and draft logits: near ties fall another way here."""
-    runners = [worker.target, getattr(worker.drafter, "runner", worker.target)]
-    for runner in {id(r): r for r in runners}.values():
-        vocab: Any = runner.model.vocab
-        head = vocab._head
-        vocab._head = lambda x, head=head: head(x) + 1e-2 * torch.randn(1)
+    target: Any = worker.target.model
+    runner: Any = getattr(worker.drafter, "runner", worker.target)
+    draft = runner.head.head if hasattr(runner, "head") else runner.model.vocab.logits
+    for head in {id(h): h for h in (target.vocab.logits, draft)}.values():
+        linear = head._linear
+        head._linear = lambda x, linear=linear: linear(x) + 1e-2 * torch.randn(1)
 
 
 def _run_rank(
@@ -117,20 +119,32 @@ def make_config(model: Path, draft: Path, drafter: str, tp_size: int) -> EngineC
         max_model_len=128,
         speculative=SpeculativeConfig(
             drafter=drafter,  # type: ignore[arg-type]
-            draft_model=str(draft) if drafter == "draft_model" else None,
+            draft_model=str(draft) if drafter in HAS_CHECKPOINT else None,
         ),
     )
 
 
 @pytest.mark.parametrize(
-    ("drafter", "noisy"), [("ngram", False), ("draft_model", False), ("draft_model", True)]
+    ("drafter", "noisy"),
+    [
+        ("ngram", False),
+        ("draft_model", False),
+        ("draft_model", True),
+        ("eagle3", False),
+        ("eagle3", True),
+    ],
 )
 def test_two_ranks_decide_as_one(
     tiny_llama: Path, tmp_path: Path, drafter: str, noisy: bool
 ) -> None:
     """sglang#28815: ranks that decided for themselves disagreed and hung."""
-    draft = make_tiny_model(tmp_path / "draft", seed=7, layers=1)
-    config = make_config(tiny_llama, draft, drafter, 2)
+    target = tiny_llama
+    if drafter == "eagle3":  # a head whose drafts are accepted: else nobody reads them again
+        target = second_order_target(tmp_path / "target", only=draft_table(128, 47)[0])
+        draft = copying_eagle3(tmp_path / "draft", target, draft_size=47)
+    else:
+        draft = make_tiny_model(tmp_path / "draft", seed=7, layers=1)
+    config = make_config(target, draft, drafter, 2)
     tokens, buffers = run_ranks(config, tmp_path, noisy)
     assert buffers[0] == buffers[1], "the ranks hold different texts"
     if noisy:

@@ -32,9 +32,10 @@ from spectrue.workers.core import (
     SchedulerOutput,
 )
 from spectrue.workers.drafters.base import Drafter, NoDrafter
+from spectrue.workers.drafters.chain import DraftCuts
 from spectrue.workers.drafters.draft_model import DraftModelDrafter
 from spectrue.workers.drafters.ngram import NgramDrafter, lookup
-from spectrue.workers.forward_batch import ForwardBatch
+from spectrue.workers.forward_batch import ForwardBatch, ForwardOutput
 from spectrue.workers.input_buffers import InputBuffers
 from spectrue.workers.parallel import TPGroup
 from spectrue.workers.policy import resolve_speculative
@@ -55,6 +56,7 @@ class ToyRunner:
 
     def __init__(self, vocab_size: int, seed: int, num_slots: int = 8192, scale: float = 1.5):
         self.vocab_size = vocab_size
+        self.device = torch.device("cpu")
         self.seed = seed
         self.scale = scale
         self.kv = torch.full((num_slots,), -1, dtype=torch.int64)
@@ -67,7 +69,7 @@ class ToyRunner:
             self.table[prefix] = np.round(self.scale * rng.standard_normal(self.vocab_size), 1)
         return self.table[prefix]
 
-    def forward(self, batch: ForwardBatch) -> Tensor:
+    def forward(self, batch: ForwardBatch) -> ForwardOutput:
         self.kv[batch.slot_mapping] = batch.input_ids
         rows = []
         offsets = np.arange(BLOCK_SIZE)
@@ -79,7 +81,7 @@ class ToyRunner:
             held = kv[(blocks[:, None] * BLOCK_SIZE + offsets).reshape(-1)[:seq_len]]
             for end in range(seq_len - query_len + 1, seq_len + 1):
                 rows.append(self.row(tuple(held[:end].tolist())))
-        return torch.from_numpy(np.array(rows)).float()
+        return ForwardOutput(hidden_states=torch.from_numpy(np.array(rows)).float())
 
     def logits(self, hidden_states: Tensor) -> Tensor:
         return hidden_states
@@ -122,16 +124,20 @@ def target_law(logits: Law, prefix: Tokens, num_prompt: int, params: SamplingPar
     return np.asarray(law / law.sum())
 
 
-def draft_law(logits: Law, params: SamplingParams) -> Law:
-    """A drafter applies temperature and cuts, no penalties and no masks."""
+def draft_law(logits: Law, params: SamplingParams, cuts: DraftCuts | None = None) -> Law:
+    """A drafter applies temperature and cuts, its own too, no penalties and no masks."""
+    top_k, top_p = params.top_k, params.top_p
+    if cuts is not None:
+        top_k = min((k for k in (top_k, cuts.top_k) if k > 0), default=0)
+        top_p = min(top_p, cuts.top_p)
     return target_law(
         logits,
         (),
         0,
         SamplingParams(
             temperature=params.temperature,
-            top_k=params.top_k,
-            top_p=params.top_p,
+            top_k=top_k,
+            top_p=top_p,
             min_p=params.min_p,
             max_tokens=1,
         ),
@@ -168,14 +174,15 @@ class Setup:
 
     def __post_init__(self) -> None:
         self.target = ToyRunner(self.vocab_size, seed=1)
-        self.draft = ToyRunner(self.vocab_size, seed=2)
+        self.draft: Any = ToyRunner(self.vocab_size, seed=2)
         self.resolved = resolve_speculative(self.config)
 
     def target_law(self, prefix: Tokens) -> Law:
         return target_law(self.target.row(prefix), prefix, len(self.prompt), self.params)
 
-    def draft_law(self, prefix: Tokens) -> Law:
-        return draft_law(self.draft.row(prefix), self.params)
+    def draft_law(self, prefix: Tokens, drafts: Tokens) -> Law:
+        """Of the token after `drafts`, which follow the committed `prefix`."""
+        return draft_law(self.draft.row(prefix + drafts), self.params)
 
     def drafter(self, rows: int) -> Drafter:
         group = TPGroup()
@@ -183,9 +190,10 @@ class Setup:
             return NoDrafter()
         if self.config.drafter == "ngram":
             return NgramDrafter(self.config.ngram_min, self.config.ngram_max, group)
-        runner: Any = self.draft
         return self.wrap(
-            DraftModelDrafter(runner, group, max_num_seqs=rows, k=self.k, max_num_tokens=64 * rows)
+            DraftModelDrafter(
+                self.draft, group, max_num_seqs=rows, k=self.k, max_num_tokens=64 * rows
+            )
         )
 
     # -- every way in which the uniforms of one step can fall -------------------------------
@@ -202,7 +210,7 @@ class Setup:
         elif self.resolved.draft_sampling == "greedy" or self.params.greedy:
             drafts: Tokens = ()
             for _ in range(self.k):
-                law = self.draft_law(prefix + drafts)
+                law = self.draft_law(prefix, drafts)
                 drafts += (int(np.argmax(law)),)
             yield drafts, {}, 1.0
         else:
@@ -215,7 +223,7 @@ class Setup:
             yield drafts, script, weight
             return
         position = len(prefix) + len(drafts)
-        for token, u, p in intervals(self.draft_law(prefix + drafts)):
+        for token, u, p in intervals(self.draft_law(prefix, drafts)):
             noise = script | {(position, dispatch.STREAM_DRAFT): u}
             yield from self._sampled_drafts(prefix, (*drafts, token), noise, weight * p)
 
@@ -246,7 +254,7 @@ class Setup:
             for _, u, p in intervals(target):
                 yield {(position, dispatch.STREAM_DRAW): u}, p
             return
-        draft = self.draft_law(prefix + drafts[:row])
+        draft = self.draft_law(prefix, drafts[:row])
         accept = min(1.0, target[drafts[row]] / draft[drafts[row]])
         if accept > 1e-12:
             coin = {(position, dispatch.STREAM_COIN): accept - min(EDGE, accept / 2)}

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from spectrue.workers.core import SchedulerOutput
+from spectrue.workers.forward_batch import ForwardBatch, ForwardOutput
 from spectrue.workers.input_buffers import InputBuffers
 
 
@@ -26,6 +27,16 @@ class DraftLaw:
     log_normalizer: Tensor  # [num_law_rows] float32
     token_probs: Tensor  # [num_law_rows] float32, of the drawn token
     draft_index: Tensor | None = None  # [vocab] int32 target id -> draft id, -1 absent; None: same
+
+    def first(self, n: int) -> DraftLaw:
+        """Of the first n rows, the same memory."""
+        return replace(
+            self,
+            logits=self.logits[:n],
+            inv_temperature=self.inv_temperature[:n],
+            log_normalizer=self.log_normalizer[:n],
+            token_probs=self.token_probs[:n],
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,13 +63,23 @@ class Drafter(Protocol):
     """
 
     needs_hidden_states: bool  # of the target; a prefix hit then recomputes its last block
+    law: DraftLaw | None  # the whole buffers, whose first rows are each step's law; None: none
 
     def propose(self, plan: SchedulerOutput, buffers: InputBuffers) -> DraftProposal:
         """Draft up to `num_draft_tokens` tokens for each scheduled request."""
         ...
 
-    def extend(self, plan: SchedulerOutput, buffers: InputBuffers, hidden_states: Tensor) -> None:
-        """Catch up with what the target has just computed; `hidden_states` are its rows."""
+    def extend(
+        self,
+        plan: SchedulerOutput,
+        buffers: InputBuffers,
+        batch: ForwardBatch,
+        output: ForwardOutput,
+    ) -> None:
+        """Catch up with what the target has just computed: `output` of `batch`, drafts included.
+
+        Called after the commit. Rows of rejected drafts are among those of `batch`.
+        """
         ...
 
 
@@ -66,9 +87,16 @@ class NoDrafter:
     """Plain decoding."""
 
     needs_hidden_states = False
+    law: DraftLaw | None = None
 
     def propose(self, plan: SchedulerOutput, buffers: InputBuffers) -> DraftProposal:
         return DraftProposal.empty(plan)
 
-    def extend(self, plan: SchedulerOutput, buffers: InputBuffers, hidden_states: Tensor) -> None:
+    def extend(
+        self,
+        plan: SchedulerOutput,
+        buffers: InputBuffers,
+        batch: ForwardBatch,
+        output: ForwardOutput,
+    ) -> None:
         pass

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from spectrue.workers.core import SchedulerOutput
 from spectrue.workers.drafters.base import DraftLaw, DraftProposal
-from spectrue.workers.forward_batch import ForwardBatch
+from spectrue.workers.drafters.chain import ChainDraws, DraftCuts
+from spectrue.workers.forward_batch import ForwardBatch, ForwardOutput
 from spectrue.workers.input_buffers import InputBuffers
 from spectrue.workers.model_runner import ModelRunner
 from spectrue.workers.parallel import TPGroup
-from spectrue.workers.proposal import DraftRows, sample_draft_proposal
 
 
 class DraftModelDrafter:
@@ -23,16 +23,26 @@ class DraftModelDrafter:
     needs_hidden_states = False
 
     def __init__(
-        self, runner: ModelRunner, group: TPGroup, *, max_num_seqs: int, k: int, max_num_tokens: int
+        self,
+        runner: ModelRunner,
+        group: TPGroup,
+        *,
+        max_num_seqs: int,
+        k: int,
+        max_num_tokens: int,
+        cuts: DraftCuts | None = None,
     ) -> None:
         self.runner = runner
         self.group = group
         self.max_num_tokens = max_num_tokens  # fed in one step; who is further behind catches up
-        rows = max_num_seqs * k
-        # The engine's own memory: what a later forward overwrites must not be what verify reads.
-        self.law_logits = torch.zeros(rows, runner.vocab_size)
-        self.law_normalizer = torch.zeros(rows)
-        self.law_probs = torch.zeros(rows)
+        self.draws = ChainDraws(
+            max_num_seqs=max_num_seqs,
+            k=k,
+            draft_vocab_size=runner.vocab_size,
+            cuts=cuts,
+            device=runner.device,
+        )
+        self.law: DraftLaw | None = self.draws.law
 
     def propose(self, plan: SchedulerOutput, buffers: InputBuffers) -> DraftProposal:
         ks, budget = [], self.max_num_tokens
@@ -47,49 +57,36 @@ class DraftModelDrafter:
                 end = buffers.num_draft_computed[s.slot] + budget
                 self._catch_up(buffers, s.slot, min(end, buffers.num_tokens[s.slot] - 1))
                 budget = 0
-        active = [i for i, k in enumerate(ks) if k]
-        if not active:
+        if not any(ks):
             return DraftProposal.empty(plan)
 
-        slots = [s.slot for s in plan.scheduled]
-        committed = [buffers.num_tokens[slot] for slot in slots]
-        has_law = [buffers.methods[slot] == "rejection" for slot in slots]
-        law_ends = list(accumulate(k * law for k, law in zip(ks, has_law, strict=True)))
-        drafts = torch.zeros(len(slots), max(ks), dtype=torch.int64)
+        chain = self.draws.begin(plan, buffers, ks)
         for depth in range(max(ks)):
-            active = [i for i in active if ks[i] > depth]
+            active = chain.active(depth)
             tokens, starts = [], []
             for i in active:
                 # Depth 0 feeds the committed tokens it lacks, the others the draft before.
-                first = buffers.num_draft_computed[slots[i]]
-                unseen = buffers.token_ids[slots[i], first : committed[i]]
-                tokens.append(drafts[i, depth - 1 : depth] if depth else unseen)
-                starts.append(committed[i] + depth - 1 if depth else first)
-            hidden = self._forward(buffers, [slots[i] for i in active], tokens, starts)
+                slot, committed = chain.slots[i], chain.committed[i]
+                first = buffers.num_draft_computed[slot]
+                unseen = buffers.token_ids[slot, first:committed]
+                tokens.append(chain.token_ids[i, depth - 1 : depth] if depth else unseen)
+                starts.append(committed + depth - 1 if depth else first)
+            hidden = self._forward(buffers, [chain.slots[i] for i in active], tokens, starts)
             logits = self.runner.logits(hidden)
             if logits is not None:
-                law_rows = [law_ends[i] - ks[i] + depth if has_law[i] else -1 for i in active]
-                positions = [committed[i] + depth for i in active]
-                rows = [slots[i] for i in active]
-                drafts[active, depth] = self._draw(logits, buffers, rows, positions, law_rows)
-            self.group.broadcast_(drafts)
-        for i, k in enumerate(ks):
-            if k:
-                buffers.num_draft_computed[slots[i]] = committed[i] + k - 1
+                chain.draw(logits, depth)
+            self.group.broadcast_(chain.token_ids)
+        for i in chain.active(0):
+            buffers.num_draft_computed[chain.slots[i]] = chain.committed[i] + ks[i] - 1
+        return chain.finish()
 
-        n = law_ends[-1]
-        return DraftProposal(
-            num_draft_tokens=tuple(ks),
-            token_ids=torch.cat([drafts[i, :k] for i, k in enumerate(ks)]),
-            law=DraftLaw(
-                logits=self.law_logits[:n],
-                inv_temperature=torch.ones(n),
-                log_normalizer=self.law_normalizer[:n],
-                token_probs=self.law_probs[:n],
-            ),
-        )
-
-    def extend(self, plan: SchedulerOutput, buffers: InputBuffers, hidden_states: Tensor) -> None:
+    def extend(
+        self,
+        plan: SchedulerOutput,
+        buffers: InputBuffers,
+        batch: ForwardBatch,
+        output: ForwardOutput,
+    ) -> None:
         """Prefill beside the target, chunk by chunk, those requests that may draft."""
         for s in plan.scheduled:
             k = buffers.request(s.slot).request.params.num_speculative_tokens
@@ -117,37 +114,7 @@ class DraftModelDrafter:
             starts=starts,
             block_tables=buffers.block_tables[list(slots)],
             block_size=buffers.block_size,
+            device=self.runner.device,
         )
         last = torch.tensor(list(accumulate(batch.query_lens))) - 1
-        return self.runner.forward(batch)[last]
-
-    def _draw(
-        self,
-        logits: Tensor,
-        buffers: InputBuffers,
-        slots: list[int],
-        positions: list[int],
-        law_rows: list[int],
-    ) -> Tensor:
-        """Draw a token a row and record the law of the rows that have a place for it (not -1)."""
-        modes = [buffers.draft_modes[slot] for slot in slots]
-        draw = sample_draft_proposal(
-            logits,
-            DraftRows(
-                temperature=buffers.temperature[slots],
-                top_k=buffers.top_k[slots],
-                top_p=buffers.top_p[slots],
-                min_p=buffers.min_p[slots],
-                seed=buffers.seed[slots],
-                choice=buffers.choice[slots],
-                position=torch.tensor(positions),
-                sampled=torch.tensor([m == "sampled" for m in modes]),
-                coupled=torch.tensor([m == "coupled" for m in modes]),
-            ),
-        )
-        for row, law_row in enumerate(law_rows):
-            if law_row >= 0:
-                self.law_logits[law_row] = draw.logits[row]
-                self.law_normalizer[law_row] = draw.log_normalizer[row]
-                self.law_probs[law_row] = draw.token_probs[row]
-        return draw.token_ids
+        return self.runner.forward(batch).hidden_states[last]

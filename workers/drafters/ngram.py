@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from spectrue.workers.core import SchedulerOutput
-from spectrue.workers.drafters.base import DraftProposal
+from spectrue.workers.drafters.base import DraftLaw, DraftProposal
+from spectrue.workers.forward_batch import ForwardBatch, ForwardOutput
 from spectrue.workers.input_buffers import InputBuffers
 from spectrue.workers.parallel import TPGroup
 
@@ -38,6 +38,7 @@ class NgramDrafter:
     """Rank 0 looks up, the others are told. Its drafts have no law: verified by `match`."""
 
     needs_hidden_states = False
+    law: DraftLaw | None = None
 
     def __init__(self, ngram_min: int, ngram_max: int, group: TPGroup) -> None:
         self.ngram_min = ngram_min
@@ -62,5 +63,11 @@ class NgramDrafter:
             token_ids=torch.tensor([t for d in drafts for t in d], dtype=torch.int64),
         )
 
-    def extend(self, plan: SchedulerOutput, buffers: InputBuffers, hidden_states: Tensor) -> None:
+    def extend(
+        self,
+        plan: SchedulerOutput,
+        buffers: InputBuffers,
+        batch: ForwardBatch,
+        output: ForwardOutput,
+    ) -> None:
         pass

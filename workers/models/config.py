@@ -31,7 +31,8 @@ class ModelConfig:
     rope_scaling: Mapping[str, Any] = field(default_factory=dict)  # transformers' keys
     rope_freq_factors: tuple[float, ...] = ()  # GGUF's llama3 scaling: divisors of inv_freq
     max_position_embeddings: int
-    sliding_window: int | None = None
+    sliding_window: int | None = None  # of a GGUF file, which does not say of which layers
+    layer_windows: tuple[int, ...] = ()  # of each layer, 0: all positions; (): none has one
     tie_word_embeddings: bool
     qkv_bias: bool = False
     attention_output_bias: bool = False
@@ -42,7 +43,7 @@ class ModelConfig:
 
     @property
     def max_context(self) -> int:
-        """Tokens that full attention serves exactly; a sliding window acts only beyond itself."""
+        """Tokens that are served exactly. A window of unknown layers acts only beyond itself."""
         return min(
             self.max_position_embeddings, self.sliding_window or self.max_position_embeddings
         )
@@ -56,7 +57,7 @@ class ModelConfig:
         if max_model_len > self.max_context:
             raise ConfigError(
                 f"max_model_len = {max_model_len} needs sliding-window attention, which is not "
-                f"supported: the model's sliding_window is {self.sliding_window}; set it "
+                f"supported in GGUF: the model's sliding_window is {self.sliding_window}; set it "
                 f"to at most that"
             )
 
@@ -79,14 +80,28 @@ def _ids(value: int | list[int] | None) -> tuple[int, ...]:
     return () if value is None else (value,) if isinstance(value, int) else tuple(value)
 
 
-def config_from_hf(path: Path) -> ModelConfig:
-    """Read `config.json` (and the EOS ids of `generation_config.json`) of a directory."""
-    file = path / "config.json"
-    _require(file.is_file(), path, "no config.json in it")
+def read_json(file: Path) -> dict[str, Any]:
+    """Raises ModelLoadError if the file is missing or is not JSON."""
+    _require(file.is_file(), file.parent, f"no {file.name} in it")
     try:
-        raw = json.loads(file.read_text())
+        raw: dict[str, Any] = json.loads(file.read_text())
     except ValueError as error:
         raise ModelLoadError(f"{file} is not JSON: {error}") from error
+    return raw
+
+
+def eos_token_ids(path: Path, hf: Any) -> tuple[int, ...]:
+    """Those of a transformers config and of the directory's `generation_config.json`."""
+    eos = set(_ids(hf.eos_token_id))
+    generation = path / "generation_config.json"
+    if generation.is_file():
+        eos.update(_ids(json.loads(generation.read_text()).get("eos_token_id")))
+    return tuple(sorted(eos))
+
+
+def config_from_hf(path: Path) -> ModelConfig:
+    """Read `config.json` (and the EOS ids of `generation_config.json`) of a directory."""
+    raw = read_json(path / "config.json")
     family = _check_family(raw.get("model_type"), HF_FAMILIES, path)
 
     from transformers import AutoConfig
@@ -106,14 +121,12 @@ def config_from_hf(path: Path) -> ModelConfig:
     _require(
         "quantization_config" not in raw, path, "quantized Hugging Face weights are not supported"
     )
-    window = getattr(hf, "sliding_window", None)
-    if family.startswith("qwen") and not getattr(hf, "use_sliding_window", False):
-        window = None
+    window = getattr(hf, "sliding_window", None)  # Qwen's is None unless use_sliding_window is set
+    kinds = getattr(hf, "layer_types", None) or ["sliding_attention"] * hf.num_hidden_layers
+    windows: tuple[int, ...] = ()
+    if window:
+        windows = tuple(window if kind == "sliding_attention" else 0 for kind in kinds)
 
-    eos = set(_ids(hf.eos_token_id))
-    generation = path / "generation_config.json"
-    if generation.is_file():
-        eos.update(_ids(json.loads(generation.read_text()).get("eos_token_id")))
     attention_bias = bool(getattr(hf, "attention_bias", False))
     return ModelConfig(
         family=family,
@@ -128,13 +141,13 @@ def config_from_hf(path: Path) -> ModelConfig:
         rope_theta=float(rope.get("rope_theta", 10000.0)),
         rope_scaling=rope if rope_type != "default" else {},
         max_position_embeddings=hf.max_position_embeddings,
-        sliding_window=window,
+        layer_windows=windows,
         tie_word_embeddings=bool(hf.tie_word_embeddings),
         qkv_bias=family == "qwen2" or attention_bias,
         attention_output_bias=attention_bias and family != "qwen2",
         mlp_bias=bool(getattr(hf, "mlp_bias", False)),
         qk_norm=family == "qwen3",
-        eos_token_ids=tuple(sorted(eos)),
+        eos_token_ids=eos_token_ids(path, hf),
         bos_token_id=hf.bos_token_id,
     )
 

@@ -6,8 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from spectrue.kernels import dispatch
 from spectrue.workers.attention import AttentionMetadata, paged_attention
-from spectrue.workers.forward_batch import ForwardBatch
+from spectrue.workers.forward_batch import ForwardBatch, ForwardOutput
 from spectrue.workers.kv_cache import KVCachePool
 from spectrue.workers.models.config import ModelConfig
 from spectrue.workers.models.layers import (
@@ -28,6 +29,8 @@ class Attention:
         self, config: ModelConfig, read: WeightReader, name: str, layer: int, group: TPGroup
     ) -> None:
         self.layer = layer
+        self.eps = config.rms_norm_eps
+        self.window = 0  # positions that a query sees, its own included; 0: all
         self.num_heads = config.num_heads // group.size
         self.num_kv_heads = config.num_kv_heads // group.size
         self.head_dim = config.head_dim
@@ -53,6 +56,12 @@ class Attention:
         qkv = self.qkv(x).view(-1, heads + 2 * kv_heads, self.head_dim)
         qkv = qkv[: batch.input_ids.shape[0]]  # a lone token's copies stay outside
         query = qkv[:, :heads]
+        if qkv.is_cuda:
+            self._rotate_and_write(qkv, rope, batch, kv_cache)
+            attended = paged_attention(
+                query, kv_cache.layers[self.layer], metadata, window=self.window
+            )
+            return self.out(attended, residual)
         if self.q_norm is not None and self.k_norm is not None:
             query.copy_(self.q_norm(query))
             key = qkv[:, heads : heads + kv_heads]
@@ -60,10 +69,28 @@ class Attention:
         rotate_(qkv[:, : heads + kv_heads], *rope)
         kv = qkv[:, heads:].view(-1, 2, kv_heads, self.head_dim)
         kv_cache.write(self.layer, batch.slot_mapping, kv)
-        attended = paged_attention(query, kv_cache.layers[self.layer], metadata)
+        attended = paged_attention(query, kv_cache.layers[self.layer], metadata, window=self.window)
         if attended.shape[0] != x.shape[0]:
             attended = attended.repeat(x.shape[0], 1)
         return self.out(attended, residual)
+
+    def _rotate_and_write(
+        self,
+        qkv: Tensor,  # [num_tokens, heads, head_dim]
+        rope: tuple[Tensor, Tensor],
+        batch: ForwardBatch,
+        kv_cache: KVCachePool,
+    ) -> None:
+        dispatch.rope_write_kv(
+            qkv,
+            *rope,
+            kv_cache.layers[self.layer],
+            batch.slot_mapping,
+            num_heads=self.num_heads,
+            q_norm=None if self.q_norm is None else self.q_norm.weight,
+            k_norm=None if self.k_norm is None else self.k_norm.weight,
+            eps=self.eps,
+        )
 
 
 class MLP:
@@ -75,17 +102,42 @@ class MLP:
         self.down = RowParallel(read, f"{name}.down_proj", config.mlp_bias, group)
 
     def __call__(self, x: Tensor, residual: Tensor) -> Tensor:
+        if x.is_cuda:
+            return self.down(dispatch.swiglu(self.gate_up(x)), residual)
         gate, up = self.gate_up(x).split(self.size, -1)
         return self.down(F.silu(gate).mul_(up), residual)
 
 
 class DecoderLayer:
-    def __init__(self, config: ModelConfig, read: WeightReader, layer: int, group: TPGroup) -> None:
-        name = f"model.layers.{layer}"
-        self.attention_norm = RMSNorm(read, f"{name}.input_layernorm", config.rms_norm_eps)
+    """Attention and MLP of the weights `name`.*; its KV is that of `layer` in the pool."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        read: WeightReader,
+        name: str,
+        layer: int,
+        group: TPGroup,
+        attention_norm: bool = True,  # an EAGLE head's first layer has none
+    ) -> None:
+        self.attention_norm = None
+        if attention_norm:
+            self.attention_norm = RMSNorm(read, f"{name}.input_layernorm", config.rms_norm_eps)
         self.attention = Attention(config, read, f"{name}.self_attn", layer, group)
         self.mlp_norm = RMSNorm(read, f"{name}.post_attention_layernorm", config.rms_norm_eps)
         self.mlp = MLP(config, read, f"{name}.mlp", group)
+
+    def __call__(
+        self,
+        x: Tensor,  # [num_tokens, hidden]
+        rope: tuple[Tensor, Tensor],
+        batch: ForwardBatch,
+        kv_cache: KVCachePool,
+        metadata: AttentionMetadata,
+    ) -> Tensor:
+        normed = x if self.attention_norm is None else self.attention_norm(x)
+        x = self.attention(normed, x, rope, batch, kv_cache, metadata)
+        return self.mlp(self.mlp_norm(x), x)
 
 
 class LlamaModel:
@@ -98,34 +150,51 @@ class LlamaModel:
         self.device = read.device
         self.num_kv_heads = config.num_kv_heads // group.size  # of this rank
         self.vocab = VocabParallel(config, read, group)
-        self.layers = [DecoderLayer(config, read, i, group) for i in range(config.num_layers)]
+        self.layers = [
+            DecoderLayer(config, read, f"model.layers.{i}", i, group)
+            for i in range(config.num_layers)
+        ]
+        for layer, window in zip(self.layers, config.layer_windows, strict=False):  # () is none
+            layer.attention.window = window
         self.norm = RMSNorm(read, "model.norm", config.rms_norm_eps)
         self.rope = RotaryEmbedding(config, read.device)
+        self.aux_layers: tuple[int, ...] = ()  # whose outputs a draft head reads, ascending
 
     @torch.no_grad()
-    def forward(self, batch: ForwardBatch, kv_cache: KVCachePool) -> Tensor:
-        """Write the KV of the batch; hidden states [num_tokens, hidden] after the final norm."""
+    def forward(self, batch: ForwardBatch, kv_cache: KVCachePool) -> ForwardOutput:
+        """Write the KV of the batch; hidden states of each token."""
         metadata = AttentionMetadata.build(
             batch,
             kv_cache.block_size,
             self.config.num_heads // self.config.num_kv_heads,
             self.dtype,
+            windows=self.config.layer_windows,
         )
         rope = self.rope.tables(batch.positions)
         x = self.vocab.embed(batch.input_ids)
         num_tokens = x.shape[0]
-        if num_tokens == 1:
+        if num_tokens == 1 and not x.is_cuda:
             x = x.repeat(MIN_ROWS, 1)  # here once, and not in every layer (see Linear)
-        for layer in self.layers:
-            x = layer.attention(layer.attention_norm(x), x, rope, batch, kv_cache, metadata)
-            x = layer.mlp(layer.mlp_norm(x), x)
-        return self.norm(x)[:num_tokens]
+        aux = []
+        for i, layer in enumerate(self.layers):
+            x = layer(x, rope, batch, kv_cache, metadata)
+            if i in self.aux_layers:
+                aux.append(x[:num_tokens].clone())  # a GPU adds the next layers to x itself
+        return ForwardOutput(
+            hidden_states=self.norm(x)[:num_tokens],
+            aux_hidden_states=torch.cat(aux, -1) if aux else None,
+        )
+
+    @torch.no_grad()
+    def embed(self, input_ids: Tensor) -> Tensor:
+        """Embeddings [num_tokens, hidden] on every rank, for a draft head that has none."""
+        return self.vocab.embed(input_ids)
 
     @torch.no_grad()
     def compute_logits(
         self,
         hidden: Tensor,  # [rows, hidden]
-    ) -> Tensor | None:  # [rows, vocab_size] float32 on rank 0, None on the others
+    ) -> Tensor | None:  # [rows, vocab_size] on rank 0, None on the others
         return self.vocab.logits(hidden)
 
     def new_kv_cache(self, num_blocks: int, block_size: int) -> KVCachePool:

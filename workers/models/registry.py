@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from spectrue.workers.models.config import ModelConfig
+from pathlib import Path
+
+from spectrue.workers.models.config import HF_FAMILIES, ModelConfig, read_json
 from spectrue.workers.models.llama import LlamaModel
 
 MODELS: dict[str, type[LlamaModel]] = {
@@ -11,6 +13,13 @@ MODELS: dict[str, type[LlamaModel]] = {
     "qwen2": LlamaModel,
     "qwen3": LlamaModel,
 }
+
+
+def is_generic(path: Path) -> bool:
+    """Whether no model file of ours serves this checkpoint, so that transformers' code does."""
+    if not path.is_dir():
+        return False
+    return read_json(path / "config.json").get("model_type") not in HF_FAMILIES
 
 
 def expected_weights(config: ModelConfig) -> dict[str, tuple[int, ...]]:

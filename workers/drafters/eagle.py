@@ -1,0 +1,124 @@
+"""Drafting from the target's hidden states: heads of EAGLE, EAGLE3 and MTP alike.
+
+The head's position i holds token i + 1 beside the hidden states at i. With n committed tokens the
+target has hidden states up to position n - 2, so `extend` feeds the head up to there, and what it
+computes at n - 2 predicts the first draft. Its KV shares the target's block table, position i in
+the slot of token i. That entry depends on token i + 1 too: in a cached block the last one may be of
+another continuation, which costs a draft and never an output (the prefix hit drops a block so that
+hidden states exist to go on from).
+"""
+
+from __future__ import annotations
+
+from itertools import accumulate
+
+import torch
+
+from spectrue.workers.core import SchedulerOutput
+from spectrue.workers.drafters.base import DraftLaw, DraftProposal
+from spectrue.workers.drafters.chain import ChainDraws, DraftCuts
+from spectrue.workers.forward_batch import ForwardBatch, ForwardOutput
+from spectrue.workers.input_buffers import InputBuffers
+from spectrue.workers.model_runner import HeadRunner
+from spectrue.workers.parallel import TPGroup
+
+
+class EagleDrafter:
+    """Drafts k tokens as a chain by k - 1 forwards of the head, after one in `extend`.
+
+    `num_draft_computed` counts the positions that were fed the target's own hidden states. Those
+    that were fed recycled ones are not counted, so the next `extend` writes over them.
+    """
+
+    needs_hidden_states = True
+
+    def __init__(
+        self,
+        runner: HeadRunner,
+        group: TPGroup,
+        *,
+        max_num_seqs: int,
+        k: int,
+        cuts: DraftCuts | None = None,
+    ) -> None:
+        self.runner = runner
+        self.group = group
+        self.draws = ChainDraws(
+            max_num_seqs=max_num_seqs,
+            k=k,
+            draft_vocab_size=runner.draft_vocab_size,
+            vocab=runner.vocab,
+            cuts=cuts,
+            device=runner.device,
+        )
+        self.law: DraftLaw | None = self.draws.law
+        # Of the last position fed, for each slot: it waits here for the next step.
+        self.hidden = torch.zeros(
+            max_num_seqs, runner.hidden_size, dtype=runner.dtype, device=runner.device
+        )
+
+    def propose(self, plan: SchedulerOutput, buffers: InputBuffers) -> DraftProposal:
+        ks = [s.num_draft_tokens if self._ready(buffers, s.slot) else 0 for s in plan.scheduled]
+        if not any(ks):
+            return DraftProposal.empty(plan)
+        chain = self.draws.begin(plan, buffers, ks)
+        hidden = self.hidden[[chain.slots[i] for i in chain.active(0)]]
+        for depth in range(max(ks)):
+            if depth:
+                # Who drafts on is fed its last draft and the hidden states that led to it.
+                before, active = chain.active(depth - 1), chain.active(depth)
+                hidden = hidden[[before.index(i) for i in active]]
+                slots = [chain.slots[i] for i in active]
+                batch = ForwardBatch.build(
+                    token_ids=[chain.token_ids[i, depth - 1 : depth] for i in active],
+                    starts=[chain.committed[i] + depth - 2 for i in active],
+                    block_tables=buffers.block_tables[slots],
+                    block_size=buffers.block_size,
+                    device=self.runner.device,
+                )
+                hidden = self.runner.forward(batch, hidden)
+            logits = self.runner.logits(hidden)
+            if logits is not None:
+                chain.draw(logits, depth)
+            self.group.broadcast_(chain.token_ids)
+        return chain.finish()
+
+    def extend(
+        self,
+        plan: SchedulerOutput,
+        buffers: InputBuffers,
+        batch: ForwardBatch,
+        output: ForwardOutput,
+    ) -> None:
+        """Feed the target's hidden states of what is committed, also of who does not draft now.
+
+        A request that is skipped could never draft again, nor could who shares its blocks.
+        """
+        slots, token_ids, starts, rows = [], [], [], []
+        row = 0
+        for s, query_len in zip(plan.scheduled, batch.query_lens, strict=True):
+            start = s.num_computed_tokens
+            end = min(start + query_len, buffers.num_tokens[s.slot] - 1)
+            if start < end and buffers.num_draft_computed[s.slot] >= start:  # else: a gap
+                slots.append(s.slot)
+                token_ids.append(buffers.token_ids[s.slot, start + 1 : end + 1])
+                starts.append(start)
+                rows.append(torch.arange(row, row + end - start))
+                buffers.num_draft_computed[s.slot] = end
+            row += query_len
+        if not slots:
+            return
+        fed = ForwardBatch.build(
+            token_ids=token_ids,
+            starts=starts,
+            block_tables=buffers.block_tables[slots],
+            block_size=buffers.block_size,
+            device=self.runner.device,
+        )
+        hidden = self.runner.combine(output)[torch.cat(rows)]
+        last = torch.tensor(list(accumulate(fed.query_lens))) - 1
+        self.hidden[slots] = self.runner.forward(fed, hidden)[last]
+
+    def _ready(self, buffers: InputBuffers, slot: int) -> bool:
+        """Whether the head has seen all that is committed. Depends on the committed past alone."""
+        return buffers.num_draft_computed[slot] == buffers.num_tokens[slot] - 1 > 0

@@ -1,0 +1,253 @@
+"""CUDA and HIP graphs of a decode step: target forward, logits, verification and what it decided.
+
+A graph runs one shape: so many requests, each with up to `width` drafts, and the ops that their
+parameters need. Requests and drafts that are not there are padding that writes no KV and that
+nobody reads. Everything a graph reads lives in buffers of its own, which one copy fills before a
+replay; what others read after it is copied out of the graph's memory within it, because the next
+graph may use that memory again (sglang#37134).
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from bisect import bisect_left
+from collections import Counter
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from spectrue.workers.core import SchedulerOutput
+from spectrue.workers.drafters.base import DraftLaw, DraftProposal
+from spectrue.workers.forward_batch import ForwardBatch, ForwardOutput
+from spectrue.workers.input_buffers import InputBuffers
+from spectrue.workers.model_runner import ModelRunner
+from spectrue.workers.packed import PackedTensors
+from spectrue.workers.rows import Rows, needs_edits
+from spectrue.workers.sampler import VerifyResult, collect, decide, process_rows
+from spectrue.workers.verify_inputs import VerifyInputs, VerifyShape
+
+logger = logging.getLogger(__name__)
+
+
+def batch_buckets(max_num_seqs: int) -> list[int]:
+    """Batch sizes that graphs are made for: powers of two to 8, then in steps of at most an
+    eighth, so that padding costs little."""
+    sizes = [n for n in (1, 2, 4, 8) if n < max_num_seqs]
+    while (last := sizes[-1] if sizes else 0) < max_num_seqs:
+        sizes.append(min(max_num_seqs, last + max(8, last // 8) if last >= 8 else max_num_seqs))
+    return sizes
+
+
+@dataclass(frozen=True, slots=True)
+class _Key:
+    num_requests: int
+    width: int
+    verify: VerifyShape
+
+
+@dataclass(frozen=True, slots=True)
+class _Captured:
+    graph: torch.cuda.CUDAGraph
+    feed: PackedTensors
+    inputs: VerifyInputs
+    decided: Tensor  # [n] int64, on the device
+    on_host: Tensor  # the same, pinned
+    hidden_states: Tensor  # [tokens, hidden], engine-owned
+    aux_hidden_states: Tensor | None
+
+
+class StepGraphs:
+    """Replays a step's graph, capturing it at its first use. One stream, one thread."""
+
+    def __init__(
+        self,
+        target: ModelRunner,
+        buffers: InputBuffers,
+        *,
+        device: torch.device,
+        max_model_len: int,
+        law: DraftLaw | None,  # the drafter's whole buffers, which every step's law begins
+        keep_hidden_states: bool,  # a drafter reads them
+    ) -> None:
+        self.target = target
+        self.buffers = buffers
+        self.device = device
+        self.max_model_len = max_model_len
+        self.law = law
+        self.keep_hidden_states = keep_hidden_states
+        self.sizes = batch_buckets(len(buffers.requests))
+        self.fallbacks: Counter[str] = Counter()  # steps that ran without a graph, by reason
+        self._captured: dict[_Key, _Captured] = {}
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def run(
+        self, plan: SchedulerOutput, drafts: list[list[int]], proposal: DraftProposal
+    ) -> tuple[VerifyResult, ForwardBatch, ForwardOutput] | None:
+        """The whole step, or None where only the eager way can run it (counted by reason)."""
+        reason = self._obstacle(plan, proposal)
+        if reason is not None:
+            self.fallbacks[reason] += 1
+            return None
+        buffers = self.buffers
+        slots = [s.slot for s in plan.scheduled]
+        rows = Rows.build(buffers, slots, drafts)
+        exact = VerifyShape.of(buffers, rows)
+        key = self._key(exact, len(slots), max(rows.num_drafts))
+        captured = self._captured.get(key) or self._capture(key)
+        captured.inputs.fill(buffers, rows)
+        self._fill(captured.feed, plan, drafts)
+        captured.feed.upload()
+        captured.inputs.packed.upload()
+        captured.graph.replay()
+        captured.on_host.copy_(captured.decided, non_blocking=True)
+        # Not a busy wait of the whole device: the copy is the last thing on this stream.
+        torch.cuda.current_stream(self.device).synchronize()
+        result = collect(
+            captured.on_host.numpy(),
+            key.verify,
+            buffers,
+            rows,
+            self.target.vocab_size,
+            self._simulated,
+        )
+        num_tokens = len(rows.slot)
+        aux = captured.aux_hidden_states
+        output = ForwardOutput(
+            hidden_states=captured.hidden_states[:num_tokens],
+            aux_hidden_states=None if aux is None else aux[:num_tokens],
+        )
+        counts = tuple(len(d) + 1 for d in drafts)
+        batch = self._batch(captured.feed, key, counts)
+        return result, batch, output
+
+    def _obstacle(self, plan: SchedulerOutput, proposal: DraftProposal) -> str | None:
+        requests = [self.buffers.request(s.slot).request for s in plan.scheduled]
+        if not all(s.samples and s.num_scheduled_tokens == 1 for s in plan.scheduled):
+            return "prefill"
+        if any(request.params.logprobs is not None for request in requests):
+            return "logprobs"
+        if any(needs_edits(request) for request in requests):
+            return "logit edits"
+        if proposal.law is not None and self.law is None:
+            return "law outside the engine's buffers"
+        return None
+
+    def _key(self, exact: VerifyShape, num_requests: int, width: int) -> _Key:
+        size = self.sizes[bisect_left(self.sizes, num_requests)]
+        return _Key(size, width, exact.padded(size, width))
+
+    def _fill(self, feed: PackedTensors, plan: SchedulerOutput, drafts: list[list[int]]) -> None:
+        host, buffers = feed.host, self.buffers
+        scheduled, vocab_size = plan.scheduled, self.target.vocab_size
+        slots = [s.slot for s in scheduled]
+        counts = np.array([len(d) + 1 for d in drafts])
+        ends = np.cumsum(counts)
+        num_tokens, num_requests = int(ends[-1]), len(slots)
+        starts = np.array([s.num_computed_tokens for s in scheduled])
+        offsets = np.arange(num_tokens) - np.repeat(ends - counts, counts)
+        positions = np.repeat(starts, counts) + offsets
+        tables = buffers.block_tables.numpy()
+        blocks = tables[np.repeat(slots, counts), positions // buffers.block_size]
+        token_ids = buffers.token_ids.numpy()
+        fed = [
+            token
+            for s, draft in zip(scheduled, drafts, strict=True)
+            for token in (int(token_ids[s.slot, s.num_computed_tokens]), *draft)
+        ]
+        ids = np.array(fed)
+        host["input_ids"][:num_tokens] = np.where((ids >= 0) & (ids < vocab_size), ids, 0)
+        host["positions"][:num_tokens] = positions
+        slot_mapping = host["slot_mapping"]
+        slot_mapping[:num_tokens] = (
+            blocks.astype(np.int64) * buffers.block_size + positions % buffers.block_size
+        )
+        slot_mapping[num_tokens:] = -1  # no KV is written
+        host["cu_query_lens"][1 : num_requests + 1] = ends
+        host["cu_query_lens"][num_requests + 1 :] = num_tokens
+        host["kv_lens"][:num_requests] = starts + counts
+        host["kv_lens"][num_requests:] = 0
+        used = -(-int((starts + counts).max()) // buffers.block_size)
+        width = tables.shape[1]
+        host["block_tables"].reshape(-1, width)[:num_requests, :used] = tables[slots, :used]
+
+    def _capture(self, key: _Key) -> _Captured:
+        start = time.perf_counter()
+        num_requests, num_tokens = key.num_requests, key.num_requests * (key.width + 1)
+        num_blocks = self.buffers.block_tables.shape[1]
+        feed = PackedTensors(
+            {
+                "input_ids": (torch.int64, num_tokens),
+                "positions": (torch.int64, num_tokens),
+                "slot_mapping": (torch.int64, num_tokens),
+                "cu_query_lens": (torch.int32, num_requests + 1),
+                "kv_lens": (torch.int32, num_requests),
+                "block_tables": (torch.int32, num_requests * num_blocks),
+            },
+            self.device,
+        )
+        feed.host["slot_mapping"][:] = -1  # the warm-up writes no KV either
+        feed.upload()
+        inputs = VerifyInputs(key.verify, self.device)
+        batch = self._batch(feed, key, (key.width + 1,) * num_requests)
+        law = None
+        if key.verify.reject is not None and self.law is not None:
+            law = self.law.first(key.verify.reject.num_drafts)
+
+        def step() -> tuple[ForwardOutput, Tensor]:
+            output = self.target.forward(batch)
+            logits = self.target.logits(output.hidden_states)
+            assert logits is not None
+            decided = decide(process_rows(logits, inputs, {}), inputs, law, self._simulated)
+            return output, decided
+
+        stream = torch.cuda.Stream(self.device)
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(stream):
+            output, decided = step()  # compiles, and allocates what libraries keep
+            kept = torch.empty_like(decided)
+            hidden, aux = output.hidden_states, output.aux_hidden_states
+            if self.keep_hidden_states:
+                hidden = torch.empty_like(hidden)
+                aux = None if aux is None else torch.empty_like(aux)
+        torch.cuda.current_stream(self.device).wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            output, decided = step()
+            kept.copy_(decided)
+            if self.keep_hidden_states:
+                hidden.copy_(output.hidden_states)
+                if aux is not None and output.aux_hidden_states is not None:
+                    aux.copy_(output.aux_hidden_states)
+        captured = _Captured(
+            graph,
+            feed,
+            inputs,
+            kept,
+            torch.empty_like(kept, device="cpu").pin_memory(),
+            hidden,
+            aux,
+        )
+        self._captured[key] = captured
+        logger.debug("captured %s in %.2f s", key, time.perf_counter() - start)
+        return captured
+
+    @property
+    def _simulated(self) -> bool:
+        return bool(self.buffers.resolved.simulated_acceptance)
+
+    def _batch(self, feed: PackedTensors, key: _Key, query_lens: tuple[int, ...]) -> ForwardBatch:
+        """Lengths are bounds where they decide how a kernel is launched."""
+        device = feed.device
+        return ForwardBatch(
+            input_ids=device["input_ids"],
+            positions=device["positions"],
+            slot_mapping=device["slot_mapping"],
+            block_tables=device["block_tables"].view(key.num_requests, -1),
+            query_lens=query_lens,
+            seq_lens=(self.max_model_len,) * len(query_lens),
+            cu_query_lens=device["cu_query_lens"],
+            kv_lens=device["kv_lens"],
+        )

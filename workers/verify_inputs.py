@@ -1,0 +1,182 @@
+"""What verification needs to know of a step's rows, packed for the device.
+
+Greedy and `match` requests are decided by one walk, `rejection` requests by another op: two parts,
+each with its requests' rows, keys and drafts. A captured graph has parts of fixed size, whose ends
+are padded: requests without drafts, rows that nobody reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from spectrue.kernels import dispatch
+from spectrue.workers.input_buffers import InputBuffers
+from spectrue.workers.packed import PackedTensors
+from spectrue.workers.rows import Rows
+
+_CUTS = {"top_k": torch.int64, "top_p": torch.float32, "min_p": torch.float32}
+_KEYS = ("seed", "choice", "position")
+# Whose rows read nothing: a request that is not there.
+_PADDING = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "drafts": -1}
+
+
+@dataclass(frozen=True, slots=True)
+class PartShape:
+    """Sizes of one part, and which ops it takes."""
+
+    num_requests: int
+    num_rows: int
+    num_drafts: int
+    width: int  # most drafts of a request
+    whole: bool  # its rows are all rows, in order
+    greedy: bool = False  # walk: no row is sampled
+    uniform: bool = False  # walk: some are drawn by inverse CDF
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyShape:
+    """Everything that decides which kernels a verification launches, and over what."""
+
+    num_rows: int
+    cuts: bool  # some row has top_k, top_p or min_p
+    walk: PartShape | None
+    reject: PartShape | None
+
+    @property
+    def greedy(self) -> bool:
+        return self.reject is None and (self.walk is None or self.walk.greedy)
+
+    @staticmethod
+    def of(buffers: InputBuffers, rows: Rows) -> VerifyShape:
+        """The exact shape of a step."""
+        rejects = [buffers.methods[slot] == "rejection" for slot in rows.slots]
+        kinds = {int(buffers.draw_kind[slot]) for slot in rows.slots}
+        parts = []
+        for of_reject in (False, True):
+            batch = [b for b, reject in enumerate(rejects) if reject == of_reject]
+            drafts = [rows.num_drafts[b] for b in batch]
+            parts.append(
+                PartShape(
+                    num_requests=len(batch),
+                    num_rows=sum(drafts) + len(batch),
+                    num_drafts=sum(drafts),
+                    width=max(drafts),
+                    whole=len(batch) == len(rejects),
+                    greedy=not of_reject and kinds == {dispatch.DRAW_ARGMAX},
+                    uniform=not of_reject and dispatch.DRAW_UNIFORM in kinds,
+                )
+                if batch
+                else None
+            )
+        sampled = [slot for slot in rows.slots if buffers.temperature[slot] > 0]
+        return VerifyShape(len(rows.slot), any(buffers.cut[slot] for slot in sampled), *parts)
+
+    def padded(self, num_requests: int, width: int) -> VerifyShape:
+        """The shape of a graph that can run this step."""
+
+        def pad(part: PartShape | None) -> PartShape | None:
+            if part is None:
+                return None
+            return PartShape(
+                num_requests,
+                num_requests * (width + 1),
+                num_requests * width,
+                width,
+                part.whole,
+                part.greedy,
+                part.uniform,
+            )
+
+        rows = num_requests * (width + 1)
+        return VerifyShape(rows, self.cuts, pad(self.walk), pad(self.reject))
+
+
+class VerifyInputs:
+    """Rows, keys and drafts of a step. Filled on the host, read on the device."""
+
+    def __init__(self, shape: VerifyShape, device: torch.device) -> None:
+        self.shape = shape
+        fields: dict[str, tuple[torch.dtype, int]] = {}
+        if not shape.greedy:
+            fields["temperature"] = torch.float32, shape.num_rows
+        if shape.cuts:
+            fields |= {name: (dtype, shape.num_rows) for name, dtype in _CUTS.items()}
+        for name, part in self.parts.items():
+            fields[f"{name}.cu_num_draft_tokens"] = torch.int64, part.num_requests
+            fields[f"{name}.drafts"] = torch.int64, part.num_drafts
+            fields |= {f"{name}.{key}": (torch.int64, part.num_rows) for key in _KEYS}
+            if not part.whole:
+                fields[f"{name}.index"] = torch.int64, part.num_rows
+        if shape.walk is not None:
+            fields["walk.kind"] = torch.int32, shape.walk.num_rows
+        if shape.reject is not None:  # the keys of the coins: rows that have a draft
+            size = shape.reject.num_drafts
+            fields |= {f"coin.{key}": (torch.int64, size) for key in _KEYS}
+        self.packed = PackedTensors(fields, device)
+
+    @property
+    def parts(self) -> dict[str, PartShape]:
+        both = {"walk": self.shape.walk, "reject": self.shape.reject}
+        return {name: part for name, part in both.items() if part is not None}
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.packed.device[name]
+
+    def get(self, name: str) -> Tensor | None:
+        return self.packed.device.get(name)
+
+    def keys(self, name: str) -> tuple[Tensor, Tensor, Tensor]:
+        seed, choice, position = (self[f"{name}.{key}"] for key in _KEYS)
+        return seed, choice, position
+
+    def fill(self, buffers: InputBuffers, rows: Rows) -> None:
+        """Write a step that the shape has room for. Does not upload."""
+        host, slot = self.packed.host, rows.slot
+        for name in ("temperature", *_CUTS):
+            if name in host:
+                _put(host[name], getattr(buffers, name).numpy()[slot], _PADDING[name])
+        for name, part in self.parts.items():
+            batch = [
+                b
+                for b, s in enumerate(rows.slots)
+                if (buffers.methods[s] == "rejection") == (name == "reject")
+            ]
+            index = rows.of(batch)
+            drafts = [token for b in batch for token in rows.drafts[b]]
+            _put(host[f"{name}.drafts"], drafts, _PADDING["drafts"])
+            cumulative = np.cumsum([rows.num_drafts[b] for b in batch])
+            _put(host[f"{name}.cu_num_draft_tokens"], cumulative, len(drafts))
+            if not part.whole:
+                _put(host[f"{name}.index"], index, 0)
+            keys = {
+                "seed": buffers.seed.numpy()[slot[index]],
+                "choice": buffers.choice.numpy()[slot[index]],
+                "position": rows.position[index],
+            }
+            _put_all(host, name, keys)
+            if name == "walk":
+                kind = buffers.draw_kind.numpy()[slot[index]]
+                _put(host["walk.kind"], kind, dispatch.DRAW_ARGMAX)
+            else:
+                ends = np.cumsum([rows.num_drafts[b] + 1 for b in batch]) - 1
+                has_draft = np.ones(len(index), dtype=bool)
+                has_draft[ends] = False
+                _put_all(host, "coin", {k: v[has_draft] for k, v in keys.items()})
+
+
+def _put(to: NDArray[np.generic], values: NDArray[np.generic] | list[int], padding: float) -> None:
+    to[: len(values)] = values
+    to[len(values) :] = padding
+
+
+def _put_all(
+    host: Mapping[str, NDArray[np.generic]], name: str, keys: Mapping[str, NDArray[np.generic]]
+) -> None:
+    for key, values in keys.items():
+        _put(host[f"{name}.{key}"], values, 0)
