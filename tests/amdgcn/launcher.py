@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -87,11 +88,12 @@ def execute(
     names: list[str] | None = None,
     random: np.random.Generator | None = None,
     asm: str | None = None,
-    limit: int = 50_000_000,
+    limit: int | None = None,
 ) -> int:
     """Run a compiled kernel on the memory of the tensors among `values`, which are all of the
     kernel's parameters in order. Returns how many wave instructions were executed. `asm` replaces
-    the text: mutation tests.
+    the text: mutation tests. More than `limit` instructions are a fault, an endless loop; by
+    default so many that a launch of any number of workgroups comes to its end.
     """
     if not 1 <= len(grid) <= 3:
         raise ValueError(f"grid of {len(grid)} dimensions")
@@ -110,6 +112,8 @@ def execute(
     total = struct.pack("<III", sizes[0] * compiled.threads, sizes[1], sizes[2])
     packet[12:24] = np.frombuffer(total, np.uint8)
     memory.add_array(packet, "dispatch packet")
+    if limit is None:
+        limit = 50_000_000 + 100_000 * math.prod(sizes)
     machine = Machine(program, memory, compiled.lds, compiled.num_warps, random, limit)
     machine.launch(
         (sizes[0], sizes[1], sizes[2]),
