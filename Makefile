@@ -24,10 +24,10 @@ export RAY_USAGE_STATS_ENABLED ?= 0
 TEST_ENV := OMP_WAIT_POLICY=passive
 TOOLS := curl
 
-.PHONY: help serve install install-test tools test test-slow ladder ladder-full check format clean
+.PHONY: help serve install install-test tools test test-slow ladder ladder-full test-gpu check format clean
 
 help:
-	@sed -n '1,7p' Makefile; echo; echo "targets: serve install tools test test-slow ladder ladder-full check format clean"
+	@sed -n '1,7p' Makefile; echo; echo "targets: serve install tools test test-slow ladder ladder-full test-gpu check format clean"
 
 serve: install
 	@env -u RAY_AUTH_MODE $(BIN)/spectrue serve $(if $(CONFIG),--config "$(CONFIG)") \
@@ -92,6 +92,11 @@ ladder-full: install-test
 	$(TEST_ENV) $(BIN)/python -m pytest tests/amdgcn tests/kernels -q
 	TRITON_INTERPRET=1 SPECTRUE_TEST_BACKEND=interpret $(KERNEL_TESTS) -W ignore
 	for arch in gfx942 gfx950 gfx90a; do SPECTRUE_TEST_BACKEND=$$arch $(KERNEL_TESTS) || exit 1; done
+
+# On a machine with a GPU: kernels and engine there.
+test-gpu: install-test
+	SPECTRUE_TEST_BACKEND=cuda $(KERNEL_TESTS) --ignore tests/kernels/test_builds.py -m "not slow"
+	SPECTRUE_TEST_DEVICE=cuda $(TEST_ENV) $(BIN)/python -m pytest tests/workers tests/gpu -q -m "not slow"
 
 test-slow: install-test tools
 	$(TEST_ENV) $(BIN)/python -m pytest -m slow $(PYTEST_ARGS)

@@ -13,7 +13,9 @@ import logging
 import time
 from bisect import bisect_left
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -31,6 +33,8 @@ from spectrue.workers.verify_inputs import VerifyInputs, VerifyShape
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 
 def batch_buckets(max_num_seqs: int) -> list[int]:
     """Batch sizes that graphs are made for: powers of two to 8, then in steps of at most an
@@ -39,6 +43,24 @@ def batch_buckets(max_num_seqs: int) -> list[int]:
     while (last := sizes[-1] if sizes else 0) < max_num_seqs:
         sizes.append(min(max_num_seqs, last + max(8, last // 8) if last >= 8 else max_num_seqs))
     return sizes
+
+
+def warm_up(step: Callable[[], T], device: torch.device) -> T:
+    """Run on a stream of its own: compiles, and allocates what libraries keep for a stream."""
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        result = step()
+    torch.cuda.current_stream(device).wait_stream(stream)
+    return result
+
+
+def record(step: Callable[[], object], pool: Any) -> torch.cuda.CUDAGraph:
+    """A graph of what `step` enqueues. What it allocates is the pool's: copy out what must last."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+        step()
+    return graph
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +77,6 @@ class _Captured:
     inputs: VerifyInputs
     decided: Tensor  # [n] int64, on the device
     on_host: Tensor  # the same, pinned
-    hidden_states: Tensor  # [tokens, hidden], engine-owned
-    aux_hidden_states: Tensor | None
 
 
 class StepGraphs:
@@ -79,9 +99,14 @@ class StepGraphs:
         self.law = law
         self.keep_hidden_states = keep_hidden_states
         self.sizes = batch_buckets(len(buffers.requests))
+        self.output: ForwardOutput | None = None  # engine-owned, of the last step
         self.fallbacks: Counter[str] = Counter()  # steps that ran without a graph, by reason
         self._captured: dict[_Key, _Captured] = {}
         self._pool = torch.cuda.graph_pool_handle()
+
+    @property
+    def num_captured(self) -> int:
+        return len(self._captured)
 
     def run(
         self, plan: SchedulerOutput, drafts: list[list[int]], proposal: DraftProposal
@@ -113,15 +138,13 @@ class StepGraphs:
             self.target.vocab_size,
             self._simulated,
         )
-        num_tokens = len(rows.slot)
-        aux = captured.aux_hidden_states
-        output = ForwardOutput(
-            hidden_states=captured.hidden_states[:num_tokens],
-            aux_hidden_states=None if aux is None else aux[:num_tokens],
-        )
-        counts = tuple(len(d) + 1 for d in drafts)
-        batch = self._batch(captured.feed, key, counts)
-        return result, batch, output
+        batch = self._batch(captured.feed, key, tuple(len(d) + 1 for d in drafts))
+        return result, batch, self._output()
+
+    def _output(self) -> ForwardOutput:
+        if self.output is not None:
+            return self.output
+        return ForwardOutput(hidden_states=torch.empty(0, device=self.device))  # nobody reads it
 
     def _obstacle(self, plan: SchedulerOutput, proposal: DraftProposal) -> str | None:
         requests = [self.buffers.request(s.slot).request for s in plan.scheduled]
@@ -196,43 +219,39 @@ class StepGraphs:
         if key.verify.reject is not None and self.law is not None:
             law = self.law.first(key.verify.reject.num_drafts)
 
-        def step() -> tuple[ForwardOutput, Tensor]:
+        def step() -> Tensor:
             output = self.target.forward(batch)
+            self._keep(output)
             logits = self.target.logits(output.hidden_states)
             assert logits is not None
-            decided = decide(process_rows(logits, inputs, {}), inputs, law, self._simulated)
-            return output, decided
+            return decide(process_rows(logits, inputs, {}), inputs, law, self._simulated)
 
-        stream = torch.cuda.Stream(self.device)
-        stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(stream):
-            output, decided = step()  # compiles, and allocates what libraries keep
-            kept = torch.empty_like(decided)
-            hidden, aux = output.hidden_states, output.aux_hidden_states
-            if self.keep_hidden_states:
-                hidden = torch.empty_like(hidden)
-                aux = None if aux is None else torch.empty_like(aux)
-        torch.cuda.current_stream(self.device).wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            output, decided = step()
-            kept.copy_(decided)
-            if self.keep_hidden_states:
-                hidden.copy_(output.hidden_states)
-                if aux is not None and output.aux_hidden_states is not None:
-                    aux.copy_(output.aux_hidden_states)
-        captured = _Captured(
-            graph,
-            feed,
-            inputs,
-            kept,
-            torch.empty_like(kept, device="cpu").pin_memory(),
-            hidden,
-            aux,
-        )
+        decided = torch.empty_like(warm_up(step, self.device))
+        graph = record(lambda: decided.copy_(step()), self._pool)
+        on_host = torch.empty_like(decided, device="cpu").pin_memory()
+        captured = _Captured(graph, feed, inputs, decided, on_host)
         self._captured[key] = captured
         logger.debug("captured %s in %.2f s", key, time.perf_counter() - start)
         return captured
+
+    def _keep(self, output: ForwardOutput) -> None:
+        """Copy what the drafter reads to where every graph of this engine leaves it."""
+        if not self.keep_hidden_states:
+            return
+        if self.output is None:
+            rows = self.sizes[-1] * (self.buffers.resolved.num_speculative_tokens + 1)
+            hidden, aux = output.hidden_states, output.aux_hidden_states
+            self.output = ForwardOutput(
+                hidden_states=hidden.new_zeros(rows, hidden.shape[1]),
+                aux_hidden_states=None if aux is None else aux.new_zeros(rows, aux.shape[1]),
+                persistent=True,
+            )
+        for to, of in (
+            (self.output.hidden_states, output.hidden_states),
+            (self.output.aux_hidden_states, output.aux_hidden_states),
+        ):
+            if to is not None and of is not None:
+                to[: len(of)].copy_(of)
 
     @property
     def _simulated(self) -> bool:

@@ -107,7 +107,8 @@ class InputBuffers:
         """Append committed tokens. What does not fit belongs to a request that ends now."""
         start = self.num_tokens[slot]
         kept = token_ids[: self.token_ids.shape[1] - start]
-        self.token_ids[slot, start : start + len(kept)] = torch.tensor(kept, dtype=torch.int64)
+        # NumPy: a small tensor costs more to make than to copy.
+        self.token_ids.numpy()[slot, start : start + len(kept)] = kept
         self.num_tokens[slot] = start + len(kept)
         # A drafter may have run ahead on drafts that were then rejected.
         self.num_draft_computed[slot] = min(

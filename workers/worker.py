@@ -124,6 +124,8 @@ class Worker:
                 law=self.drafter.law,
                 keep_hidden_states=self.drafter.needs_hidden_states,
             )
+            if isinstance(self.drafter, EagleDrafter):
+                self.drafter.use_graphs()
         self.info = ModelInfo(
             model_path=path,
             max_model_len=max_model_len,

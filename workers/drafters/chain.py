@@ -39,7 +39,7 @@ class ChainDraws:
         cuts: DraftCuts | None = None,
         device: torch.device | str = "cpu",
     ) -> None:
-        rows = max_num_seqs * k
+        rows = max_num_seqs * k + 1  # one that nobody reads, for what graphs write of nobody
         self.device = torch.device(device)
         self.vocab = vocab
         self.cuts = cuts or DraftCuts()

@@ -17,6 +17,7 @@ import torch
 from spectrue.workers.core import SchedulerOutput
 from spectrue.workers.drafters.base import DraftLaw, DraftProposal
 from spectrue.workers.drafters.chain import ChainDraws, DraftCuts
+from spectrue.workers.drafters.eagle_graphs import EagleGraphs
 from spectrue.workers.forward_batch import ForwardBatch, ForwardOutput
 from spectrue.workers.input_buffers import InputBuffers
 from spectrue.workers.model_runner import HeadRunner
@@ -52,15 +53,19 @@ class EagleDrafter:
             device=runner.device,
         )
         self.law: DraftLaw | None = self.draws.law
-        # Of the last position fed, for each slot: it waits here for the next step.
+        self.k = k
+        self.graphs: EagleGraphs | None = None
+        # Of the last position fed, for each slot: it waits here for the next step. A spare row.
         self.hidden = torch.zeros(
-            max_num_seqs, runner.hidden_size, dtype=runner.dtype, device=runner.device
+            max_num_seqs + 1, runner.hidden_size, dtype=runner.dtype, device=runner.device
         )
 
     def propose(self, plan: SchedulerOutput, buffers: InputBuffers) -> DraftProposal:
         ks = [s.num_draft_tokens if self._ready(buffers, s.slot) else 0 for s in plan.scheduled]
         if not any(ks):
             return DraftProposal.empty(plan)
+        if self.graphs is not None:
+            return self.graphs.propose(buffers, [s.slot for s in plan.scheduled], ks)
         chain = self.draws.begin(plan, buffers, ks)
         hidden = self.hidden[[chain.slots[i] for i in chain.active(0)]]
         for depth in range(max(ks)):
@@ -94,30 +99,48 @@ class EagleDrafter:
 
         A request that is skipped could never draft again, nor could who shares its blocks.
         """
-        slots, token_ids, starts, rows = [], [], [], []
+        slots, starts, counts, rows = [], [], [], []
         row = 0
         for s, query_len in zip(plan.scheduled, batch.query_lens, strict=True):
             start = s.num_computed_tokens
             end = min(start + query_len, buffers.num_tokens[s.slot] - 1)
             if start < end and buffers.num_draft_computed[s.slot] >= start:  # else: a gap
                 slots.append(s.slot)
-                token_ids.append(buffers.token_ids[s.slot, start + 1 : end + 1])
                 starts.append(start)
-                rows.append(torch.arange(row, row + end - start))
+                counts.append(end - start)
+                rows.append(row)
                 buffers.num_draft_computed[s.slot] = end
             row += query_len
         if not slots:
             return
+        if self.graphs is not None and self.graphs.extend(
+            buffers, output, slots, starts, counts, rows
+        ):
+            return
         fed = ForwardBatch.build(
-            token_ids=token_ids,
+            token_ids=[
+                buffers.token_ids[slot, start + 1 : start + 1 + n]
+                for slot, start, n in zip(slots, starts, counts, strict=True)
+            ],
             starts=starts,
             block_tables=buffers.block_tables[slots],
             block_size=buffers.block_size,
             device=self.runner.device,
         )
-        hidden = self.runner.combine(output)[torch.cat(rows)]
-        last = torch.tensor(list(accumulate(fed.query_lens))) - 1
-        self.hidden[slots] = self.runner.forward(fed, hidden)[last]
+        index = torch.cat([torch.arange(r, r + n) for r, n in zip(rows, counts, strict=True)])
+        hidden = self.runner.combine(output)[index.to(self.runner.device)]
+        last = torch.tensor(list(accumulate(counts))) - 1
+        self.hidden[slots] = self.runner.forward(fed, hidden)[last.to(self.runner.device)]
+
+    def use_graphs(self) -> None:
+        """Capture what can be, from the next step on: the buffers must be the final ones."""
+        self.graphs = EagleGraphs(
+            self.runner,
+            self.draws,
+            self.hidden,
+            k=self.k,
+            max_num_seqs=len(self.hidden) - 1,
+        )
 
     def _ready(self, buffers: InputBuffers, slot: int) -> bool:
         """Whether the head has seen all that is committed. Depends on the committed past alone."""

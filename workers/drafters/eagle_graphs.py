@@ -1,0 +1,365 @@
+"""CUDA and HIP graphs of a draft head: a whole chain of drafts, and the feeding after a step.
+
+One replay drafts every depth: the token of one is the input of the next, on the device. Inputs are
+filled by one copy; hidden states, tokens and laws go to the engine's own buffers within the graph.
+A request or a depth that is not there writes its KV nowhere and its law into a spare row.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from spectrue.kernels import dispatch
+from spectrue.kernels.dispatch import RowLaw
+from spectrue.workers.drafters.base import DraftProposal
+from spectrue.workers.drafters.chain import ChainDraws
+from spectrue.workers.forward_batch import ForwardBatch, ForwardOutput
+from spectrue.workers.graphs import batch_buckets, record, warm_up
+from spectrue.workers.input_buffers import InputBuffers
+from spectrue.workers.model_runner import HeadRunner
+from spectrue.workers.packed import PackedTensors
+
+_KINDS = {
+    "greedy": dispatch.DRAW_ARGMAX,
+    "sampled": dispatch.DRAW_UNIFORM,
+    "coupled": dispatch.DRAW_GUMBEL,
+}
+_PARAMETERS = {
+    "temperature": torch.float32,
+    "top_k": torch.int64,
+    "top_p": torch.float32,
+    "min_p": torch.float32,
+    "seed": torch.int64,
+    "choice": torch.int64,
+    "kind": torch.int32,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class _ChainKey:
+    num_requests: int
+    depth: int
+    greedy: bool  # every row takes its argmax
+    cuts: bool
+    law: bool  # some request is judged by rejection
+    coupled_by_id: bool  # some draft is coupled, in a vocabulary whose columns are not token ids
+
+
+@dataclass(frozen=True, slots=True)
+class _Chain:
+    graph: torch.cuda.CUDAGraph
+    inputs: PackedTensors
+    token_ids: Tensor  # [depth, requests] int64
+    on_host: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _Feed:
+    graph: torch.cuda.CUDAGraph
+    inputs: PackedTensors
+
+
+class EagleGraphs:
+    """The head of one drafter. `hidden` and the law's buffers have a spare row at their end."""
+
+    def __init__(
+        self,
+        runner: HeadRunner,
+        draws: ChainDraws,
+        hidden: Tensor,  # [max_num_seqs + 1, hidden]
+        *,
+        k: int,
+        max_num_seqs: int,
+    ) -> None:
+        self.runner, self.draws, self.hidden, self.k = runner, draws, hidden, k
+        self.device = runner.device
+        self.sizes = batch_buckets(max_num_seqs)
+        self.fallbacks: Counter[str] = Counter()  # by reason
+        self._chains: dict[_ChainKey, _Chain] = {}
+        self._feeds: dict[int, _Feed] = {}
+        self._pool = torch.cuda.graph_pool_handle()
+
+    @property
+    def captured_chains(self) -> tuple[_Chain, ...]:
+        """For tests: replayed, they write over what the pool holds."""
+        return tuple(self._chains.values())
+
+    # -- drafting ---------------------------------------------------------------------------------
+
+    def propose(
+        self, buffers: InputBuffers, slots: Sequence[int], ks: Sequence[int]
+    ) -> DraftProposal:
+        """Draft ks[i] tokens for slots[i]."""
+        active = [i for i, k in enumerate(ks) if k]
+        of = [slots[i] for i in active]
+        modes = [buffers.draft_modes[slot] for slot in of]
+        has_law = [buffers.methods[slot] == "rejection" for slot in of]
+        cuts = self.draws.cuts
+        key = _ChainKey(
+            self.sizes[bisect_left(self.sizes, len(of))],
+            max(ks),
+            set(modes) == {"greedy"},
+            bool(cuts.top_k) or cuts.top_p < 1 or any(buffers.cut[slot] for slot in of),
+            any(has_law),
+            "coupled" in modes and self.draws.vocab is not None,
+        )
+        chain = self._chains.get(key) or self._capture_chain(key, buffers)
+        self._fill_chain(chain.inputs, key, buffers, of, modes, [ks[i] for i in active], has_law)
+        chain.inputs.upload()
+        chain.graph.replay()
+        chain.on_host.copy_(chain.token_ids, non_blocking=True)
+        torch.cuda.current_stream(self.device).synchronize()
+        drafted = dict(zip(active, chain.on_host.t().tolist(), strict=False))
+        token_ids = [token for i, k in enumerate(ks) if k for token in drafted[i][:k]]
+        num_law = sum(ks[i] for i, law in zip(active, has_law, strict=True) if law)
+        return DraftProposal(
+            num_draft_tokens=tuple(ks),
+            token_ids=torch.tensor(token_ids, dtype=torch.int64),
+            law=self.draws.law.first(num_law),
+        )
+
+    def _fill_chain(
+        self,
+        inputs: PackedTensors,
+        key: _ChainKey,
+        buffers: InputBuffers,
+        slots: list[int],
+        modes: Sequence[str],
+        ks: list[int],
+        has_law: list[bool],
+    ) -> None:
+        host, n, size = inputs.host, len(slots), buffers.block_size
+        cuts = self.draws.cuts
+        host["slots"][:n], host["slots"][n:] = slots, len(self.hidden) - 1
+        for name in _PARAMETERS:
+            if name == "kind":
+                host[name][:n] = [_KINDS[mode] for mode in modes]
+                host[name][n:] = dispatch.DRAW_ARGMAX
+            else:
+                host[name][:n] = getattr(buffers, name).numpy()[slots]
+        if cuts.top_k:
+            top_k = buffers.top_k.numpy()[slots]
+            host["top_k"][:n] = np.where((top_k <= 0) | (top_k > cuts.top_k), cuts.top_k, top_k)
+        host["top_p"][:n] = np.minimum(buffers.top_p.numpy()[slots], cuts.top_p)
+        committed = np.array([buffers.num_tokens[slot] for slot in slots])
+        tables = buffers.block_tables.numpy()
+        used = -(-int(committed.max() + key.depth) // size)
+        width = tables.shape[1]
+        used = min(used, width)
+        host["block_tables"].reshape(-1, width)[:n, :used] = tables[slots, :used]
+        law_row = np.cumsum([k * law for k, law in zip(ks, has_law, strict=True)])
+        law_row -= [k * law for k, law in zip(ks, has_law, strict=True)]
+        spare = len(self.draws.law.logits) - 1
+        for depth in range(key.depth):
+            drafts = np.array(ks) > depth
+            at = slice(depth * key.num_requests, (depth + 1) * key.num_requests)
+            host["noise_position"][at][:n] = committed + depth
+            rows = host["law_row"][at]
+            rows[:] = spare
+            rows[:n] = np.where(drafts & np.array(has_law), law_row + depth, spare)
+            if not depth:
+                continue
+            # Who drafts on is fed its last draft; the others' KV goes nowhere.
+            position = committed + depth - 2
+            block = tables[slots, np.minimum(position // size, width - 1)].astype(np.int64)
+            slot_mapping = host["slot_mapping"][at]
+            slot_mapping[:] = -1
+            slot_mapping[:n] = np.where(drafts, block * size + position % size, -1)
+            host["positions"][at][:n] = position
+            host["kv_lens"][at][:n], host["kv_lens"][at][n:] = position + 1, 0
+
+    def _capture_chain(self, key: _ChainKey, buffers: InputBuffers) -> _Chain:
+        n, total = key.num_requests, key.num_requests * key.depth
+        inputs = PackedTensors(
+            {
+                "slots": (torch.int64, n),
+                **{name: (dtype, n) for name, dtype in _PARAMETERS.items()},
+                "noise_position": (torch.int64, total),
+                "law_row": (torch.int64, total),
+                "positions": (torch.int64, total),
+                "slot_mapping": (torch.int64, total),
+                "kv_lens": (torch.int32, total),
+                "cu_query_lens": (torch.int32, n + 1),
+                "block_tables": (torch.int32, n * buffers.block_tables.shape[1]),
+            },
+            self.device,
+        )
+        host, at = inputs.host, inputs.device
+        host["cu_query_lens"][:] = np.arange(n + 1)
+        host["slot_mapping"][:], host["law_row"][:] = -1, len(self.draws.law.logits) - 1
+        host["slots"][:] = len(self.hidden) - 1
+        host["temperature"][:] = host["top_p"][:] = 1.0
+        inputs.upload()
+        token_ids = torch.zeros(key.depth, n, dtype=torch.int64, device=self.device)
+        max_len = buffers.token_ids.shape[1]
+
+        def of(name: str, depth: int) -> Tensor:
+            return at[name][depth * n : (depth + 1) * n]
+
+        def step() -> None:
+            hidden = self.hidden.index_select(0, at["slots"])
+            for depth in range(key.depth):
+                if depth:
+                    batch = ForwardBatch(
+                        input_ids=token_ids[depth - 1],
+                        positions=of("positions", depth),
+                        slot_mapping=of("slot_mapping", depth),
+                        block_tables=at["block_tables"].view(n, -1),
+                        query_lens=(1,) * n,
+                        seq_lens=(max_len,) * n,
+                        cu_query_lens=at["cu_query_lens"],
+                        kv_lens=of("kv_lens", depth),
+                    )
+                    hidden = self.runner.forward(batch, hidden)
+                logits = self.runner.logits(hidden)
+                assert logits is not None
+                token_ids[depth].copy_(
+                    self._draw(
+                        logits, key, inputs, of("noise_position", depth), of("law_row", depth)
+                    )
+                )
+
+        warm_up(step, self.device)
+        chain = _Chain(
+            record(step, self._pool),
+            inputs,
+            token_ids,
+            torch.empty_like(token_ids, device="cpu").pin_memory(),
+        )
+        self._chains[key] = chain
+        return chain
+
+    def _draw(
+        self,
+        logits: Tensor,  # [n, draft_vocab]
+        key: _ChainKey,
+        inputs: PackedTensors,
+        position: Tensor,  # [n] int64
+        law_row: Tensor,  # [n] int64
+    ) -> Tensor:  # [n] int64, target ids
+        """Draw as `sample_draft_proposal` does; record the law where it is asked for."""
+        at, draws = inputs.device, self.draws
+        keys = at["seed"], at["choice"], position
+        law = RowLaw(logits)
+        if not key.greedy:
+            names = ("top_k", "top_p", "min_p")
+            cuts: dict[str, Any] = {name: at[name] for name in names if key.cuts}
+            law = dispatch.process_logits(logits, temperature=at["temperature"], **cuts)
+        uniform = None if key.greedy else dispatch.uniform(*keys, dispatch.STREAM_DRAFT)
+        draft_ids, _ = dispatch.sample_rows(
+            law,
+            None if key.greedy else at["kind"],
+            uniform=uniform,
+            seed=keys[0],
+            choice=keys[1],
+            position=keys[2],
+        )
+        if key.coupled_by_id:
+            assert draws.vocab is not None
+            by_id = dispatch.draw_gumbel(law, *keys, token_ids=draws.vocab.target_ids)
+            draft_ids = torch.where(at["kind"] == dispatch.DRAW_GUMBEL, by_id, draft_ids)
+        if key.law:
+            scaled = law.scaled()
+            normalizer = dispatch.logsumexp_rows(scaled)
+            drawn = scaled.gather(1, draft_ids[:, None]).squeeze(1)
+            draws.law.logits.index_copy_(0, law_row, scaled)
+            draws.law.log_normalizer.index_copy_(0, law_row, normalizer)
+            probs = (drawn - normalizer).exp().clamp(max=1.0)
+            draws.law.token_probs.index_copy_(0, law_row, probs)
+        vocab = draws.vocab
+        return draft_ids if vocab is None else vocab.target_ids.index_select(0, draft_ids)
+
+    # -- feeding ----------------------------------------------------------------------------------
+
+    def extend(
+        self,
+        buffers: InputBuffers,
+        output: ForwardOutput,  # a captured step's
+        slots: list[int],
+        starts: list[int],
+        counts: list[int],  # tokens fed, at most k + 1 each
+        rows: list[int],  # of each request's first token in `output`
+    ) -> bool:
+        """Feed the target's hidden states; False where only the eager way can."""
+        if not output.persistent or max(counts) > self.k + 1:
+            self.fallbacks["feed of an eager step"] += 1
+            return False
+        n = self.sizes[bisect_left(self.sizes, len(slots))]
+        feed = self._feeds.get(n) or self._capture_feed(n, buffers, output)
+        host, size, m = feed.inputs.host, buffers.block_size, len(slots)
+        lengths, ends = np.array(counts), np.cumsum(counts)
+        total = int(ends[-1])
+        offsets = np.arange(total) - np.repeat(ends - lengths, lengths)
+        positions = np.repeat(starts, lengths) + offsets
+        owner = np.repeat(slots, lengths)
+        tables = buffers.block_tables.numpy()
+        host["input_ids"][:total] = buffers.token_ids.numpy()[owner, positions + 1]
+        host["positions"][:total] = positions
+        blocks = tables[owner, positions // size].astype(np.int64)
+        host["slot_mapping"][:total] = blocks * size + positions % size
+        host["slot_mapping"][total:] = -1
+        host["rows"][:total], host["rows"][total:] = np.repeat(rows, lengths) + offsets, 0
+        host["last"][:m], host["last"][m:] = ends - 1, 0
+        host["slots"][:m], host["slots"][m:] = slots, len(self.hidden) - 1
+        host["cu_query_lens"][1 : m + 1], host["cu_query_lens"][m + 1 :] = ends, total
+        kv_lens = np.array(starts) + lengths
+        host["kv_lens"][:m], host["kv_lens"][m:] = kv_lens, 0
+        used = -(-int(kv_lens.max()) // size)
+        width = tables.shape[1]
+        host["block_tables"].reshape(-1, width)[:m, :used] = tables[slots, :used]
+        feed.inputs.upload()
+        feed.graph.replay()  # the next step waits for its decision, and so for this copy
+        return True
+
+    def _capture_feed(self, n: int, buffers: InputBuffers, output: ForwardOutput) -> _Feed:
+        total = n * (self.k + 1)
+        inputs = PackedTensors(
+            {
+                "input_ids": (torch.int64, total),
+                "positions": (torch.int64, total),
+                "slot_mapping": (torch.int64, total),
+                "rows": (torch.int64, total),
+                "last": (torch.int64, n),
+                "slots": (torch.int64, n),
+                "cu_query_lens": (torch.int32, n + 1),
+                "kv_lens": (torch.int32, n),
+                "block_tables": (torch.int32, n * buffers.block_tables.shape[1]),
+            },
+            self.device,
+        )
+        inputs.host["slot_mapping"][:] = -1
+        inputs.host["slots"][:] = len(self.hidden) - 1
+        inputs.upload()
+        at = inputs.device
+        batch = ForwardBatch(
+            input_ids=at["input_ids"],
+            positions=at["positions"],
+            slot_mapping=at["slot_mapping"],
+            block_tables=at["block_tables"].view(n, -1),
+            query_lens=(self.k + 1,) * n,
+            seq_lens=(buffers.token_ids.shape[1],) * n,
+            cu_query_lens=at["cu_query_lens"],
+            kv_lens=at["kv_lens"],
+        )
+        aux = output.aux_hidden_states
+
+        def step() -> None:
+            fed = ForwardOutput(
+                hidden_states=output.hidden_states.index_select(0, at["rows"]),
+                aux_hidden_states=None if aux is None else aux.index_select(0, at["rows"]),
+            )
+            out = self.runner.forward(batch, self.runner.combine(fed))
+            self.hidden.index_copy_(0, at["slots"], out.index_select(0, at["last"]))
+
+        warm_up(step, self.device)
+        feed = _Feed(record(step, self._pool), inputs)
+        self._feeds[n] = feed
+        return feed
