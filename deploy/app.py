@@ -13,7 +13,7 @@ from spectrue.deploy.config import ServerConfig
 from spectrue.deploy.http_errors import OVERLOADED_RETRY_AFTER
 from spectrue.deploy.replica import LLMReplica
 from spectrue.workers.model_store import resolve_model
-from spectrue.workers.ray_actor import RANK_CPUS, start_ranks
+from spectrue.workers.ray_actor import RANK_CPUS, gpus_of_rank, start_ranks
 from spectrue.workers.tokenizer import load_tokenizer
 
 DEPLOYMENT = "LLMReplica"
@@ -38,8 +38,10 @@ def build_app(config: ServerConfig) -> Application:
 
 def deployment_options(config: ServerConfig) -> dict[str, Any]:
     engine, settings = config.engine, config.serve
-    bundles = [{"CPU": RANK_CPUS} for _ in range(engine.tp_size)]
+    bundles: list[dict[str, float]] = [{"CPU": RANK_CPUS} for _ in range(engine.tp_size)]
     bundles[0] = {"CPU": REPLICA_CPUS + RANK_CPUS}
+    if gpus_of_rank(engine):
+        bundles = [bundle | {"GPU": gpus_of_rank(engine)} for bundle in bundles]
     return {
         "name": DEPLOYMENT,
         "num_replicas": settings.num_replicas,

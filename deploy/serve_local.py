@@ -29,6 +29,7 @@ APP = "spectrue"
 STATUS_PERIOD = 5.0  # seconds
 
 # Before ray is imported. A variable that the user has set stays.
+GPU_DEVICES = ("/dev/kfd", "/dev/nvidia0", "/dev/nvidiactl")
 RAY_ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "1",  # the replica sees no device
@@ -102,7 +103,20 @@ def _with_local_model(config: ServerConfig, console: Console) -> ServerConfig:
         draft = resolve_model(speculative.draft_model, progress=report)
         speculative = replace(speculative, draft_model=str(draft))
     engine = engine.replace(model=str(path), served_model_name=engine.name, speculative=speculative)
+    if engine.device == "auto" and engine.tp_size == 1 and _has_gpu():
+        # Ray shows a rank the GPUs that it asked for, so the choice is made before.
+        report("device = cuda: this machine has a GPU")
+        engine = engine.replace(device="cuda")
     return replace(config, engine=engine)
+
+
+def _has_gpu() -> bool:
+    """Without a context on it. torch is imported only where there is a driver."""
+    if not any(os.path.exists(path) for path in GPU_DEVICES):
+        return False
+    import torch
+
+    return torch.cuda.is_available()
 
 
 def _start_ray(config: ServerConfig) -> None:

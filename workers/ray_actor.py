@@ -175,6 +175,11 @@ class RankGroup:
             ray.kill(rank, no_restart=True)
 
 
+def gpus_of_rank(config: EngineConfig) -> int:
+    """What a rank asks Ray for. Without asking it would be shown no GPU at all."""
+    return int(config.device == "cuda")
+
+
 def start_ranks(config: EngineConfig, placement_group: Any = None) -> RankGroup:
     """Load the model on `tp_size` actors, rank i in bundle i. Blocks until all are ready.
 
@@ -185,6 +190,7 @@ def start_ranks(config: EngineConfig, placement_group: Any = None) -> RankGroup:
     for rank in range(config.tp_size):
         options: dict[str, Any] = {
             "num_cpus": RANK_CPUS,
+            "num_gpus": gpus_of_rank(config),
             "max_restarts": 0,
             "max_task_retries": 0,
         }
