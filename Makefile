@@ -96,7 +96,7 @@ ladder-full: install-test
 # On a machine with a GPU: kernels and engine there.
 test-gpu: install-test
 	SPECTRUE_TEST_BACKEND=cuda $(KERNEL_TESTS) --ignore tests/kernels/test_builds.py -m "not slow"
-	SPECTRUE_TEST_DEVICE=cuda $(TEST_ENV) $(BIN)/python -m pytest tests/workers tests/gpu -q -m "not slow"
+	SPECTRUE_TEST_DEVICE=cuda $(TEST_ENV) $(BIN)/python -m pytest tests/workers -q -m "not slow"
 
 test-slow: install-test tools
 	$(TEST_ENV) $(BIN)/python -m pytest -m slow $(PYTEST_ARGS)

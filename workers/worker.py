@@ -23,6 +23,7 @@ from spectrue.workers.model_runner import ModelRunner
 from spectrue.workers.model_store import resolve_model
 from spectrue.workers.models.base import Model
 from spectrue.workers.models.head import DraftHead
+from spectrue.workers.models.llama import LlamaModel
 from spectrue.workers.parallel import TPGroup
 from spectrue.workers.policy import Decision, ResolvedSpeculative, resolve_speculative
 from spectrue.workers.self_check import check_draft, judge, prompt_token_ids
@@ -114,18 +115,7 @@ class Worker:
             resolved=self.resolved,
             eos_token_ids=model.config.eos_token_ids,
         )
-        self.graphs: StepGraphs | None = None
-        if device.type == "cuda" and config.enable_graphs:
-            self.graphs = StepGraphs(
-                self.target,
-                self.buffers,
-                device=device,
-                max_model_len=max_model_len,
-                law=self.drafter.law,
-                keep_hidden_states=self.drafter.needs_hidden_states,
-            )
-            if isinstance(self.drafter, EagleDrafter):
-                self.drafter.use_graphs()
+        self.graphs = self._graphs(config, model, max_model_len, decisions)
         self.info = ModelInfo(
             model_path=path,
             max_model_len=max_model_len,
@@ -145,6 +135,27 @@ class Worker:
     def execute(self, plan: SchedulerOutput) -> StepOutput:
         return speculative_step(
             plan, self.buffers, self.target, self.drafter, self.group, self.graphs
+        )
+
+    def _graphs(
+        self, config: EngineConfig, model: Model, max_model_len: int, decisions: list[Decision]
+    ) -> StepGraphs | None:
+        if model.device.type != "cuda" or not config.enable_graphs:
+            return None
+        if not isinstance(model, LlamaModel):
+            # Their code writes the KV of padding too, and may ask the host in between.
+            reason = "models that run by transformers' code are not captured"
+            decisions.append(Decision("enable_graphs", "false", reason))
+            return None
+        if isinstance(self.drafter, EagleDrafter):
+            self.drafter.use_graphs()
+        return StepGraphs(
+            self.target,
+            self.buffers,
+            device=model.device,
+            max_model_len=max_model_len,
+            law=self.drafter.law,
+            keep_hidden_states=self.drafter.needs_hidden_states,
         )
 
     @torch.inference_mode()

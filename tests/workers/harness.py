@@ -23,6 +23,7 @@ from spectrue.workers.engine import Engine
 
 torch.set_num_threads(1)  # on tensors this small a second thread only waits
 
+DEVICE = os.environ.get("SPECTRUE_TEST_DEVICE", "cpu")
 NEAR_TIE = 1e-4  # of the two best log-probabilities: floating point may decide either way
 
 
@@ -61,7 +62,7 @@ def make_engine(
                 "model": str(model),
                 "dtype": "float32",
                 "cpu_threads": 1,
-                "device": os.environ.get("SPECTRUE_TEST_DEVICE", "cpu"),
+                "device": DEVICE,
                 "max_num_seqs": 8,
                 "max_num_batched_tokens": 64,
                 "block_size": 4,

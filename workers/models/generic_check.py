@@ -79,6 +79,7 @@ def check_pieces(path: Path, model: GenericModel) -> None:
             starts=[start],
             block_tables=torch.arange(num_blocks, dtype=torch.int32)[None],
             block_size=BLOCK_SIZE,
+            device=model.device,
         )
         return model.forward(batch, kv_cache).hidden_states
 

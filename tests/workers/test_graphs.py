@@ -1,0 +1,210 @@
+"""Steps in graphs: the texts of eager steps, whatever their memory is used for in between.
+
+Without a GPU (SPECTRUE_TEST_DEVICE) a graph is faked by the function that it would have captured:
+the same padded inputs, the same buffers, replayed by calling it again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from spectrue.kernels import dispatch
+from spectrue.workers import graphs as graphs_module
+from spectrue.workers.core import SchedulerOutput
+from spectrue.workers.drafters import eagle_graphs
+from spectrue.workers.drafters.base import DraftProposal
+from spectrue.workers.drafters.eagle import EagleDrafter
+from spectrue.workers.engine import Engine
+from spectrue.workers.executor import GroupExecutor
+from spectrue.workers.graphs import StepGraphs
+from spectrue.workers.kv_cache import KVCachePool
+from spectrue.workers.packed import PackedTensors
+from spectrue.workers.worker import Worker
+
+from .harness import DEVICE, complete, make_engine, make_request
+from .heads import copying_eagle3, draft_table, second_order_target
+
+KINDS: tuple[dict[str, Any], ...] = (
+    {"temperature": 0.0},
+    {"temperature": 1.0, "seed": 3},
+    {"temperature": 1.5, "seed": 4, "top_k": 20, "top_p": 0.95},
+    {"temperature": 0.7, "seed": 5, "min_p": 0.05},
+    {"temperature": 0.0, "num_speculative_tokens": 1},
+    {"temperature": 1.0, "num_speculative_tokens": 0, "seed": 6},
+)
+
+
+class FakeGraph:
+    def __init__(self, step: Callable[[], object]) -> None:
+        self.replay = step
+
+
+@pytest.fixture(autouse=True)
+def _graphs_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    if DEVICE == "cuda":
+        yield
+        return
+    write = KVCachePool.write
+
+    def write_kept(self: KVCachePool, layer: int, slot_mapping: Tensor, kv: Tensor) -> None:
+        kept = slot_mapping >= 0  # as the GPU's kernel does
+        write(self, layer, slot_mapping[kept], kv[kept])
+
+    for module in (graphs_module, eagle_graphs):
+        monkeypatch.setattr(module, "warm_up", lambda step, device: step())
+        monkeypatch.setattr(module, "record", lambda step, pool: FakeGraph(step))
+    stream = SimpleNamespace(synchronize=lambda: None)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    monkeypatch.setattr(Tensor, "pin_memory", lambda tensor: tensor)
+    monkeypatch.setattr(KVCachePool, "write", write_kept)
+    monkeypatch.setattr(dispatch, "platform_of", lambda device: "cuda")  # the paged attention
+    with dispatch.use_backend("reference"):
+        yield
+
+
+def worker_of(engine: Engine) -> Worker:
+    assert isinstance(engine.executor, GroupExecutor)
+    return engine.executor.worker
+
+
+def graphed(engine: Engine) -> Engine:
+    worker = worker_of(engine)
+    if worker.graphs is None:
+        if isinstance(worker.drafter, EagleDrafter):
+            worker.drafter.use_graphs()
+        worker.graphs = StepGraphs(
+            worker.target,
+            worker.buffers,
+            device=torch.device("cpu"),
+            max_model_len=worker.info.max_model_len,
+            law=worker.drafter.law,
+            keep_hidden_states=worker.drafter.needs_hidden_states,
+        )
+    return engine
+
+
+def engine_of(folder: Path, drafter: str, draft_size: int | None = None, **options: Any) -> Engine:
+    only = None if draft_size is None else draft_table(128, draft_size)[0]
+    target = second_order_target(folder / "target", only=only)
+    draft = target
+    if drafter == "eagle3":
+        draft = copying_eagle3(folder / "head", target, draft_size=draft_size)
+    return make_engine(target, drafter, draft=draft, **options)
+
+
+def texts(engine: Engine, kinds: tuple[dict[str, Any], ...] = KINDS) -> list[list[int]]:
+    if not engine.info.resolved.num_speculative_tokens:
+        kinds = tuple({**kind, "num_speculative_tokens": None} for kind in kinds)
+    requests = [
+        make_request(f"r{i}", [3 + i, 9, 4 + i, 9], ignore_eos=True, **kinds[i % len(kinds)])
+        for i in range(7)
+    ]
+    return [done.token_ids for done in complete(engine, *requests)]
+
+
+@pytest.mark.parametrize(
+    ("drafter", "draft_size"),
+    [("none", None), ("ngram", None), ("draft_model", None), ("eagle3", None), ("eagle3", 48)],
+)
+def test_graphs_change_no_text(tmp_path: Path, drafter: str, draft_size: int | None) -> None:
+    want = texts(engine_of(tmp_path / "eager", drafter, draft_size, enable_graphs=False))
+    engine = graphed(engine_of(tmp_path / "graphs", drafter, draft_size))
+    assert texts(engine) == want
+    graphs = worker_of(engine).graphs
+    assert graphs is not None
+    assert graphs.num_captured > 0
+    assert set(graphs.fallbacks) <= {"prefill"}
+
+
+@pytest.mark.parametrize("draft_size", [None, 48])
+def test_a_copy_is_accepted_in_graphs_too(tmp_path: Path, draft_size: int | None) -> None:
+    """Laws recorded, hidden states carried and KV kept as in eager steps: else it would not be."""
+    engine = graphed(engine_of(tmp_path, "eagle3", draft_size))
+    for kind in ({"temperature": 0.0}, {"temperature": 1.3, "seed": 7}, {"temperature": 1.3}):
+        before = engine.stats.num_draft_tokens - engine.stats.num_accepted_tokens
+        texts(engine, (kind,))
+        rejected = engine.stats.num_draft_tokens - engine.stats.num_accepted_tokens - before
+        assert rejected <= 0.02 * engine.stats.num_draft_tokens, kind
+    assert engine.stats.num_draft_tokens > 200
+    assert not engine.guards
+
+
+def test_what_needs_more_than_a_graph_runs_eagerly_and_is_counted(tmp_path: Path) -> None:
+    engine = graphed(engine_of(tmp_path, "ngram"))
+    complete(engine, make_request("a", [3, 9, 4], logprobs=2))
+    complete(engine, make_request("b", [3, 9, 4], repetition_penalty=1.5))
+    graphs = worker_of(engine).graphs
+    assert graphs is not None
+    assert {"prefill", "logprobs", "logit edits"} <= set(graphs.fallbacks)
+    assert graphs.num_captured == 0
+
+
+@pytest.mark.parametrize("value", [0.0, float("nan"), "another row"])
+def test_memory_of_other_graphs_changes_nothing(
+    tmp_path: Path, value: float | str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """sglang#37134: draft probabilities were read from a pool that another graph had reused.
+
+    Between draft and verification every chain of drafts is replayed on other rows, which writes
+    over what the pool holds, and what is free of it is filled.
+    """
+    kinds = (*KINDS, {"temperature": 1.2})
+    want = engine_of(tmp_path / "clean", "eagle3")
+    engine = graphed(engine_of(tmp_path / "poisoned", "eagle3"))
+    drafter, steps, run = worker_of(engine).drafter, 0, StepGraphs.run
+
+    def poisoned(
+        self: StepGraphs, plan: SchedulerOutput, drafts: list[list[int]], proposal: DraftProposal
+    ) -> Any:
+        nonlocal steps
+        steps += 1
+        assert isinstance(drafter, EagleDrafter)
+        assert drafter.graphs is not None
+        for chain in drafter.graphs.captured_chains:
+            chain.inputs.device["law_row"].fill_(len(drafter.draws.law.logits) - 1)
+            chain.inputs.device["slot_mapping"].fill_(-1)
+            if value == "another row":
+                chain.inputs.device["slots"].zero_()
+            chain.graph.replay()
+        if not isinstance(value, str):
+            junk = [torch.full((n,), value, device=DEVICE) for n in (64, 1024, 65536, 1 << 20)]
+            del junk
+        return run(self, plan, drafts, proposal)
+
+    monkeypatch.setattr(StepGraphs, "run", poisoned)
+    assert texts(engine) == texts(want)
+    texts(engine, kinds)  # rejection: unseeded
+    assert steps > 5
+    assert not engine.guards
+
+
+def test_joins_and_leaves_between_replays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of a request that left are padding in the next replay, and write their KV nowhere."""
+    upload, uploads = PackedTensors.upload, 0
+
+    def checked(self: PackedTensors) -> None:
+        nonlocal uploads
+        if {"slot_mapping", "cu_query_lens"} <= self.host.keys() and "law_row" not in self.host:
+            uploads += 1
+            num_tokens = int(self.host["cu_query_lens"][-1])
+            assert (self.host["slot_mapping"][num_tokens:] == -1).all()
+            assert (self.host["slot_mapping"][:num_tokens] >= 0).all()  # type: ignore[operator]
+        upload(self)
+
+    monkeypatch.setattr(PackedTensors, "upload", checked)
+    engine = graphed(engine_of(tmp_path, "eagle3"))
+    requests = [
+        make_request(f"r{i}", [5 + i, 9, 6], temperature=0.0, max_tokens=20 - 3 * i)
+        for i in range(5)
+    ]
+    alone = [complete(engine, request)[0].token_ids for request in requests]
+    assert [done.token_ids for done in complete(engine, *requests)] == alone
+    assert uploads > 20
