@@ -79,9 +79,9 @@ PLAN_OF = {arch: plan for plan, (_, archs) in PLANS.items() for arch in archs}
 SHORT: dict[str, set[str] | None] = {
     "gfx942": None,
     "sm_90": None,
-    "gfx90a": {"_attend", "_draw_kernel", "_add_kernel", "_final_kernel"},
-    "gfx950": {"_attend", "_draw_kernel", "_cut_kernel", "_residual_kernel"},
-    "gfx1100": {"_attend", "_draw_kernel", "_chunk_kernel", "_rms_norm", "_residual_kernel"},
+    "gfx90a": {"_attend", "_draw_kernel", "_add_kernel", "final_kernel"},
+    "gfx950": {"_attend", "_draw_kernel", "_cut_kernel", "residual_kernel"},
+    "gfx1100": {"_attend", "_draw_kernel", "_chunk_kernel", "_rms_norm", "residual_kernel"},
 }
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 ROWS = 40
