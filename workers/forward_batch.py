@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from spectrue.workers.packed import PackedTensors
@@ -38,16 +40,11 @@ class ForwardBatch:
         block_size: int,
         device: torch.device | str = "cpu",
     ) -> ForwardBatch:
-        # NumPy: on index arrays of this size torch's CPU kernels cost more than the work.
         query_lens = [len(t) for t in token_ids]
-        rows = np.repeat(np.arange(len(starts)), query_lens)
-        ends = np.cumsum(query_lens)
-        offsets = np.arange(len(rows)) - np.repeat(ends - query_lens, query_lens)
-        positions = np.array(starts)[rows] + offsets
-        blocks = block_tables.numpy()[rows, positions // block_size].astype(np.int64)
-        slot_mapping = blocks * block_size + positions % block_size
         seq_lens = tuple(s + n for s, n in zip(starts, query_lens, strict=True))
+        tables = block_tables.numpy()
         if torch.device(device).type == "cpu":
+            positions, slot_mapping, ends = _places(starts, query_lens, tables, block_size)
             return ForwardBatch(
                 input_ids=torch.cat(token_ids),
                 positions=torch.from_numpy(positions),
@@ -58,34 +55,81 @@ class ForwardBatch:
                 cu_query_lens=torch.from_numpy(np.array([0, *ends], dtype=np.int32)),
                 kv_lens=torch.from_numpy(np.array(seq_lens, dtype=np.int32)),
             )
-        used = block_tables[:, : -(-max(seq_lens) // block_size)].numpy()
-        packed = PackedTensors(
-            {
-                "input_ids": (torch.int64, len(rows)),
-                "positions": (torch.int64, len(rows)),
-                "slot_mapping": (torch.int64, len(rows)),
-                "cu_query_lens": (torch.int32, len(starts) + 1),
-                "kv_lens": (torch.int32, len(starts)),
-                "block_tables": (torch.int32, used.size),
-            },
-            torch.device(device),
-        )
-        host, at = packed.host, packed.device
-        host["input_ids"][:] = torch.cat(token_ids).numpy()
-        host["positions"][:], host["slot_mapping"][:] = positions, slot_mapping
-        host["cu_query_lens"][1:], host["kv_lens"][:] = ends, seq_lens
-        host["block_tables"][:] = used.ravel()
+        used = tables[:, : -(-max(seq_lens) // block_size)]
+        fields = feed_fields(len(starts), sum(query_lens), used.shape[1])
+        packed = PackedTensors(fields, torch.device(device))
+        packed.host["input_ids"][:] = torch.cat(token_ids).numpy()
+        fill_feed(packed, starts, query_lens, used, block_size)
         packed.upload()
-        return ForwardBatch(
-            input_ids=at["input_ids"],
-            positions=at["positions"],
-            slot_mapping=at["slot_mapping"],
-            block_tables=at["block_tables"].view(used.shape),
-            query_lens=tuple(query_lens),
-            seq_lens=seq_lens,
-            cu_query_lens=at["cu_query_lens"],
-            kv_lens=at["kv_lens"],
-        )
+        return feed_batch(packed, tuple(query_lens), seq_lens)
+
+
+def feed_fields(
+    num_requests: int, num_tokens: int, num_blocks: int
+) -> dict[str, tuple[torch.dtype, int]]:
+    """The fields that a packed batch of these sizes has."""
+    return {
+        "input_ids": (torch.int64, num_tokens),
+        "positions": (torch.int64, num_tokens),
+        "slot_mapping": (torch.int64, num_tokens),
+        "cu_query_lens": (torch.int32, num_requests + 1),
+        "kv_lens": (torch.int32, num_requests),
+        "block_tables": (torch.int32, num_requests * num_blocks),
+    }
+
+
+def fill_feed(
+    packed: PackedTensors,
+    starts: Sequence[int],  # [batch] position of each request's first token
+    counts: Sequence[int],  # [batch] tokens fed of each
+    tables: NDArray[np.int32],  # [batch, blocks], as wide as the packed tables
+    block_size: int,
+) -> NDArray[np.int64]:  # [num_tokens] the positions
+    """Write where every token goes, but not `input_ids`. Places that are left are padding: their
+    tokens write no KV, their requests have no rows."""
+    host, n = packed.host, len(starts)
+    positions, slot_mapping, ends = _places(starts, counts, tables, block_size)
+    num_tokens = len(positions)
+    host["positions"][:num_tokens] = positions
+    host["slot_mapping"][:num_tokens], host["slot_mapping"][num_tokens:] = slot_mapping, -1
+    host["cu_query_lens"][1 : n + 1], host["cu_query_lens"][n + 1 :] = ends, num_tokens
+    kv_lens = np.array(starts) + counts
+    host["kv_lens"][:n], host["kv_lens"][n:] = kv_lens, 0
+    used = -(-int(kv_lens.max()) // block_size)
+    host["block_tables"].reshape(-1, tables.shape[1])[:n, :used] = tables[:, :used]
+    return positions
+
+
+def feed_batch(
+    packed: PackedTensors, query_lens: tuple[int, ...], seq_lens: tuple[int, ...]
+) -> ForwardBatch:
+    """The batch that a packed feed holds, on its device; the lengths may be bounds."""
+    at = packed.device
+    return ForwardBatch(
+        input_ids=at["input_ids"],
+        positions=at["positions"],
+        slot_mapping=at["slot_mapping"],
+        block_tables=at["block_tables"].view(len(at["kv_lens"]), -1),
+        query_lens=query_lens,
+        seq_lens=seq_lens,
+        cu_query_lens=at["cu_query_lens"],
+        kv_lens=at["kv_lens"],
+    )
+
+
+def _places(
+    starts: Sequence[int], counts: Sequence[int], tables: NDArray[np.int32], block_size: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+    """(positions, slots) of every token, and how many tokens there are up to each request.
+
+    NumPy: on index arrays of this size torch's CPU kernels cost more than the work.
+    """
+    first, lengths = np.array(starts, dtype=np.int64), np.array(counts, dtype=np.int64)
+    ends: NDArray[np.int64] = np.cumsum(lengths)
+    rows = np.repeat(np.arange(len(first)), lengths)
+    positions: NDArray[np.int64] = (first + lengths - ends)[rows] + np.arange(len(rows))
+    blocks = tables[rows, positions // block_size].astype(np.int64)
+    return positions, blocks * block_size + positions % block_size, ends
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

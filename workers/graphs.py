@@ -23,7 +23,13 @@ from torch import Tensor
 
 from spectrue.workers.core import SchedulerOutput
 from spectrue.workers.drafters.base import DraftLaw, DraftProposal
-from spectrue.workers.forward_batch import ForwardBatch, ForwardOutput
+from spectrue.workers.forward_batch import (
+    ForwardBatch,
+    ForwardOutput,
+    feed_batch,
+    feed_fields,
+    fill_feed,
+)
 from spectrue.workers.input_buffers import InputBuffers
 from spectrue.workers.model_runner import ModelRunner
 from spectrue.workers.packed import PackedTensors
@@ -138,7 +144,7 @@ class StepGraphs:
             self.target.vocab_size,
             self._simulated,
         )
-        batch = self._batch(captured.feed, key, tuple(len(d) + 1 for d in drafts))
+        batch = self._batch(captured.feed, tuple(len(d) + 1 for d in drafts))
         return result, batch, self._output()
 
     def _output(self) -> ForwardOutput:
@@ -163,58 +169,31 @@ class StepGraphs:
         return _Key(size, width, exact.padded(size, width))
 
     def _fill(self, feed: PackedTensors, plan: SchedulerOutput, drafts: list[list[int]]) -> None:
-        host, buffers = feed.host, self.buffers
-        scheduled, vocab_size = plan.scheduled, self.target.vocab_size
-        slots = [s.slot for s in scheduled]
-        counts = np.array([len(d) + 1 for d in drafts])
-        ends = np.cumsum(counts)
-        num_tokens, num_requests = int(ends[-1]), len(slots)
-        starts = np.array([s.num_computed_tokens for s in scheduled])
-        offsets = np.arange(num_tokens) - np.repeat(ends - counts, counts)
-        positions = np.repeat(starts, counts) + offsets
-        tables = buffers.block_tables.numpy()
-        blocks = tables[np.repeat(slots, counts), positions // buffers.block_size]
+        buffers, vocab_size = self.buffers, self.target.vocab_size
+        starts = [s.num_computed_tokens for s in plan.scheduled]
+        slots = [s.slot for s in plan.scheduled]
         token_ids = buffers.token_ids.numpy()
-        fed = [
-            token
-            for s, draft in zip(scheduled, drafts, strict=True)
-            for token in (int(token_ids[s.slot, s.num_computed_tokens]), *draft)
-        ]
-        ids = np.array(fed)
-        host["input_ids"][:num_tokens] = np.where((ids >= 0) & (ids < vocab_size), ids, 0)
-        host["positions"][:num_tokens] = positions
-        slot_mapping = host["slot_mapping"]
-        slot_mapping[:num_tokens] = (
-            blocks.astype(np.int64) * buffers.block_size + positions % buffers.block_size
+        ids = np.array(
+            [
+                token
+                for slot, start, draft in zip(slots, starts, drafts, strict=True)
+                for token in (int(token_ids[slot, start]), *draft)
+            ]
         )
-        slot_mapping[num_tokens:] = -1  # no KV is written
-        host["cu_query_lens"][1 : num_requests + 1] = ends
-        host["cu_query_lens"][num_requests + 1 :] = num_tokens
-        host["kv_lens"][:num_requests] = starts + counts
-        host["kv_lens"][num_requests:] = 0
-        used = -(-int((starts + counts).max()) // buffers.block_size)
-        width = tables.shape[1]
-        host["block_tables"].reshape(-1, width)[:num_requests, :used] = tables[slots, :used]
+        # A draft that is no token has no embedding; verification sees the id itself.
+        feed.host["input_ids"][: len(ids)] = np.where((ids >= 0) & (ids < vocab_size), ids, 0)
+        counts = [len(draft) + 1 for draft in drafts]
+        fill_feed(feed, starts, counts, buffers.block_tables.numpy()[slots], buffers.block_size)
 
     def _capture(self, key: _Key) -> _Captured:
         start = time.perf_counter()
         num_requests, num_tokens = key.num_requests, key.num_requests * (key.width + 1)
         num_blocks = self.buffers.block_tables.shape[1]
-        feed = PackedTensors(
-            {
-                "input_ids": (torch.int64, num_tokens),
-                "positions": (torch.int64, num_tokens),
-                "slot_mapping": (torch.int64, num_tokens),
-                "cu_query_lens": (torch.int32, num_requests + 1),
-                "kv_lens": (torch.int32, num_requests),
-                "block_tables": (torch.int32, num_requests * num_blocks),
-            },
-            self.device,
-        )
+        feed = PackedTensors(feed_fields(num_requests, num_tokens, num_blocks), self.device)
         feed.host["slot_mapping"][:] = -1  # the warm-up writes no KV either
         feed.upload()
         inputs = VerifyInputs(key.verify, self.device)
-        batch = self._batch(feed, key, (key.width + 1,) * num_requests)
+        batch = self._batch(feed, (key.width + 1,) * num_requests)
         law = None
         if key.verify.reject is not None and self.law is not None:
             law = self.law.first(key.verify.reject.num_drafts)
@@ -257,16 +236,6 @@ class StepGraphs:
     def _simulated(self) -> bool:
         return bool(self.buffers.resolved.simulated_acceptance)
 
-    def _batch(self, feed: PackedTensors, key: _Key, query_lens: tuple[int, ...]) -> ForwardBatch:
+    def _batch(self, feed: PackedTensors, query_lens: tuple[int, ...]) -> ForwardBatch:
         """Lengths are bounds where they decide how a kernel is launched."""
-        device = feed.device
-        return ForwardBatch(
-            input_ids=device["input_ids"],
-            positions=device["positions"],
-            slot_mapping=device["slot_mapping"],
-            block_tables=device["block_tables"].view(key.num_requests, -1),
-            query_lens=query_lens,
-            seq_lens=(self.max_model_len,) * len(query_lens),
-            cu_query_lens=device["cu_query_lens"],
-            kv_lens=device["kv_lens"],
-        )
+        return feed_batch(feed, query_lens, (self.max_model_len,) * len(query_lens))

@@ -21,7 +21,13 @@ from spectrue.kernels import dispatch
 from spectrue.kernels.dispatch import RowLaw
 from spectrue.workers.drafters.base import DraftProposal
 from spectrue.workers.drafters.chain import ChainDraws
-from spectrue.workers.forward_batch import ForwardBatch, ForwardOutput
+from spectrue.workers.forward_batch import (
+    ForwardBatch,
+    ForwardOutput,
+    feed_batch,
+    feed_fields,
+    fill_feed,
+)
 from spectrue.workers.graphs import batch_buckets, record, warm_up
 from spectrue.workers.input_buffers import InputBuffers
 from spectrue.workers.model_runner import HeadRunner
@@ -294,27 +300,15 @@ class EagleGraphs:
             return False
         n = self.sizes[bisect_left(self.sizes, len(slots))]
         feed = self._feeds.get(n) or self._capture_feed(n, buffers, output)
-        host, size, m = feed.inputs.host, buffers.block_size, len(slots)
-        lengths, ends = np.array(counts), np.cumsum(counts)
-        total = int(ends[-1])
-        offsets = np.arange(total) - np.repeat(ends - lengths, lengths)
-        positions = np.repeat(starts, lengths) + offsets
-        owner = np.repeat(slots, lengths)
-        tables = buffers.block_tables.numpy()
+        host, m = feed.inputs.host, len(slots)
+        tables = buffers.block_tables.numpy()[slots]
+        positions = fill_feed(feed.inputs, starts, counts, tables, buffers.block_size)
+        total, owner = len(positions), np.repeat(slots, counts)
         host["input_ids"][:total] = buffers.token_ids.numpy()[owner, positions + 1]
-        host["positions"][:total] = positions
-        blocks = tables[owner, positions // size].astype(np.int64)
-        host["slot_mapping"][:total] = blocks * size + positions % size
-        host["slot_mapping"][total:] = -1
-        host["rows"][:total], host["rows"][total:] = np.repeat(rows, lengths) + offsets, 0
-        host["last"][:m], host["last"][m:] = ends - 1, 0
+        first = np.repeat(np.array(rows) - starts, counts)  # the row of position 0
+        host["rows"][:total], host["rows"][total:] = first + positions, 0
+        host["last"][:m], host["last"][m:] = np.cumsum(counts) - 1, 0
         host["slots"][:m], host["slots"][m:] = slots, len(self.hidden) - 1
-        host["cu_query_lens"][1 : m + 1], host["cu_query_lens"][m + 1 :] = ends, total
-        kv_lens = np.array(starts) + lengths
-        host["kv_lens"][:m], host["kv_lens"][m:] = kv_lens, 0
-        used = -(-int(kv_lens.max()) // size)
-        width = tables.shape[1]
-        host["block_tables"].reshape(-1, width)[:m, :used] = tables[slots, :used]
         feed.inputs.upload()
         feed.graph.replay()  # the next step waits for its decision, and so for this copy
         return True
@@ -323,15 +317,10 @@ class EagleGraphs:
         total = n * (self.k + 1)
         inputs = PackedTensors(
             {
-                "input_ids": (torch.int64, total),
-                "positions": (torch.int64, total),
-                "slot_mapping": (torch.int64, total),
+                **feed_fields(n, total, buffers.block_tables.shape[1]),
                 "rows": (torch.int64, total),
                 "last": (torch.int64, n),
                 "slots": (torch.int64, n),
-                "cu_query_lens": (torch.int32, n + 1),
-                "kv_lens": (torch.int32, n),
-                "block_tables": (torch.int32, n * buffers.block_tables.shape[1]),
             },
             self.device,
         )
@@ -339,16 +328,7 @@ class EagleGraphs:
         inputs.host["slots"][:] = len(self.hidden) - 1
         inputs.upload()
         at = inputs.device
-        batch = ForwardBatch(
-            input_ids=at["input_ids"],
-            positions=at["positions"],
-            slot_mapping=at["slot_mapping"],
-            block_tables=at["block_tables"].view(n, -1),
-            query_lens=(self.k + 1,) * n,
-            seq_lens=(buffers.token_ids.shape[1],) * n,
-            cu_query_lens=at["cu_query_lens"],
-            kv_lens=at["kv_lens"],
-        )
+        batch = feed_batch(inputs, (self.k + 1,) * n, (buffers.token_ids.shape[1],) * n)
         aux = output.aux_hidden_states
 
         def step() -> None:
