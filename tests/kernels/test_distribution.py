@@ -1,6 +1,7 @@
 """Chi-square of what the kernels draw, method by method, and of the same with a fault planted.
 
-1e6 draws a method on a GPU, 2e4 as AMD code. None may be rejected at p < 1e-4; every fault must be.
+1e6 draws a method on a GPU, 2e4 as AMD code (5e3 with cuts or a reduced vocabulary: an hour each
+otherwise). None may be rejected at p < 1e-4; every fault must be.
 """
 
 from __future__ import annotations
@@ -126,7 +127,8 @@ def p_value(method: str, tokens: Tensor) -> float:
 
 @pytest.mark.parametrize("method", IN_THE_LADDER)
 def test_the_law_is_the_targets(method: str) -> None:
-    assert p_value(method, first_tokens(method, TIER.draws)) > 1e-4
+    draws = TIER.draws // 4 if SLOW_BACKEND and " " in method else TIER.draws
+    assert p_value(method, first_tokens(method, draws)) > 1e-4
 
 
 def faulty(module: str, old: str, new: str, folder: Path) -> ModuleType:
