@@ -64,6 +64,7 @@ __all__ = [
     "draw_gumbel",
     "draw_inverse_cdf",
     "gumbel",
+    "linear",
     "logsumexp_rows",
     "paged_attention",
     "platform_of",
@@ -105,6 +106,7 @@ _TRITON_OPS: dict[str, str] = {
     "rms_norm": "spectrue.kernels.triton_layers",
     "rope_write_kv": "spectrue.kernels.triton_layers",
     "swiglu": "spectrue.kernels.triton_layers",
+    "linear": "spectrue.kernels.triton_linear",
 }
 _DEFAULT: dict[Platform, str] = {"cpu": "reference", "cuda": "triton", "hip": "triton"}
 _override: ContextVar[str | None] = ContextVar("spectrue_kernels_backend", default=None)
@@ -195,3 +197,4 @@ rms_norm = _op(reference.rms_norm)
 add_rms_norm = _op(reference.add_rms_norm)
 rope_write_kv = _op(reference.rope_write_kv)
 swiglu = _op(reference.swiglu)
+linear = _op(reference.linear)

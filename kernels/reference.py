@@ -6,7 +6,13 @@ float32 inside, float64 where the logits are float64 (exactness tests).
 from spectrue.kernels.philox import gumbel, uniform
 from spectrue.kernels.reference_attention import paged_attention
 from spectrue.kernels.reference_draw import draw_gumbel, draw_inverse_cdf, sample_rows
-from spectrue.kernels.reference_layers import add_rms_norm, rms_norm, rope_write_kv, swiglu
+from spectrue.kernels.reference_layers import (
+    add_rms_norm,
+    linear,
+    rms_norm,
+    rope_write_kv,
+    swiglu,
+)
 from spectrue.kernels.reference_process import process_logits
 from spectrue.kernels.reference_rows import (
     argmax_lowest,
@@ -22,6 +28,7 @@ __all__ = [
     "draw_gumbel",
     "draw_inverse_cdf",
     "gumbel",
+    "linear",
     "logsumexp_rows",
     "paged_attention",
     "process_logits",

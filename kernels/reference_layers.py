@@ -73,6 +73,27 @@ def swiglu(
     return (F.silu(gate) * up).to(gate_up.dtype)
 
 
+def linear(
+    x: Tensor,  # [T, K] floating, last dim contiguous
+    weight: Tensor,  # [N, K] of x's dtype, contiguous; [2 * N, K] where gated
+    bias: Tensor | None = None,  # [N], or [2 * N]
+    residual: Tensor | None = None,  # [T, N] of x's dtype, last dim contiguous; may be written over
+    *,
+    gated: bool = False,  # the first half of the outputs gates the second: silu(first) * second
+) -> Tensor:  # [T, N] of x's dtype
+    """x W^T + bias, then the gate, then + residual. Raises ValueError naming the argument.
+
+    Sums are float32 inside, with one rounding at the end (platforms may round before the gate too).
+    """
+    check_linear(x, weight, bias, residual, gated)
+    inside = torch.promote_types(x.dtype, torch.float32)
+    out = F.linear(x.to(inside), weight.to(inside), None if bias is None else bias.to(inside))
+    if gated:
+        gate, up = out.chunk(2, 1)
+        out = F.silu(gate) * up
+    return (out if residual is None else out + residual).to(x.dtype)
+
+
 def check_norm(x: Tensor, weight: Tensor, residual: Tensor | None = None) -> None:
     if x.dim() != 2 or x.stride(1) != 1:
         raise ValueError(f"x must be [T, N] with N contiguous, not {tuple(x.shape)}")
@@ -115,3 +136,22 @@ def check_rope(
 def check_swiglu(gate_up: Tensor) -> None:
     if gate_up.dim() != 2 or gate_up.shape[1] % 2 or gate_up.stride(1) != 1:
         raise ValueError(f"gate_up must be [T, 2 * I] and contiguous, not {list(gate_up.shape)}")
+
+
+def check_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, gated: bool
+) -> None:
+    if x.dim() != 2 or x.stride(1) != 1:
+        raise ValueError(f"x must be [T, K] with K contiguous, not {tuple(x.shape)}")
+    size, k = weight.shape
+    if k != x.shape[1] or weight.dtype != x.dtype or not weight.is_contiguous():
+        raise ValueError(f"weight must be {x.dtype} [N, {x.shape[1]}], not {tuple(weight.shape)}")
+    if gated and size % 2:
+        raise ValueError(f"weight must have an even number of rows, half of them gates, not {size}")
+    if bias is not None and (bias.shape != (size,) or bias.dtype != x.dtype):
+        raise ValueError(f"bias must be {x.dtype} [{size}], not {tuple(bias.shape)}")
+    shape = (x.shape[0], size // 2 if gated else size)
+    if residual is not None and (
+        residual.shape != shape or residual.dtype != x.dtype or residual.stride(1) != 1
+    ):
+        raise ValueError(f"residual must be {x.dtype} {list(shape)}, not {list(residual.shape)}")

@@ -18,6 +18,7 @@ from spectrue.kernels.triton_attention_kernel import _attend
 from spectrue.kernels.triton_attention_plan import MIN_SPLIT, Plan
 from spectrue.kernels.triton_attention_plan import gpu_kind as _gpu
 from spectrue.kernels.triton_attention_plan import make_plan as _plan
+from spectrue.kernels.triton_common import await_previous
 from spectrue.kernels.triton_launch import launch
 
 JOIN_BLOCK = 8  # splits that the joining kernel reads at once
@@ -148,8 +149,10 @@ def _join(
     BLOCK_D: tl.constexpr,
     SPLITS: tl.constexpr,
     BLOCK_S: tl.constexpr,
+    PDL: tl.constexpr = False,
 ):
     """The splits of one token and head, weighted by their share of the softmax's sum."""
+    await_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
     dim = tl.arange(0, BLOCK_D)
     lse_row = lse_ptr + row * SPLITS

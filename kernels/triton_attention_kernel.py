@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from spectrue.kernels.triton_attention_tree import ones, tree_bits
+from spectrue.kernels.triton_common import await_previous
 
 
 @triton.jit(do_not_specialize=["num_tokens", "batch", "window"])
@@ -44,7 +45,9 @@ def _attend(
     WINDOW: tl.constexpr,
     TREE: tl.constexpr,
     PRECISION: tl.constexpr,
+    PDL: tl.constexpr = False,
 ):
+    await_previous(PDL)
     QUERIES: tl.constexpr = BLOCK_M // FOLD
     kv_head = tl.program_id(0) % NUM_KV_HEADS  # the heads of a token lie side by side in memory
     tile = tl.program_id(0) // NUM_KV_HEADS

@@ -9,6 +9,19 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
+def await_previous(PDL: tl.constexpr):
+    """Where a kernel may be started before the one ahead of it has ended (CUDA's programmatic
+    dependent launch, see `triton_launch`): let the next one start, wait for the previous one.
+
+    First in every kernel that has it, on every path: the next kernel's wait covers this one alone,
+    and what was before is only over because this one has waited too.
+    """
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
 def load_logits(pointers, mask):
     """float32, -inf where masked. NaN becomes +inf: a maximum then shows both kinds of bad row."""
     x = tl.load(pointers, mask=mask, other=float("-inf")).to(tl.float32)

@@ -8,6 +8,8 @@ import triton.language as tl
 from torch import Tensor
 
 from spectrue.kernels.reference_layers import check_norm, check_rope, check_swiglu
+from spectrue.kernels.triton_attention_plan import gpu_kind as _gpu
+from spectrue.kernels.triton_common import await_previous
 from spectrue.kernels.triton_launch import launch
 
 ROPE_ELEMENTS = 1024  # a program: halves of as many heads as fit
@@ -39,6 +41,7 @@ def _launch_norm(
 ) -> None:
     size = x.shape[1]
     block = triton.next_power_of_2(size)
+    _, kind = _gpu(x.device)
     launch(
         _rms_norm,
         (x.shape[0],),
@@ -50,7 +53,8 @@ def _launch_norm(
         x.stride(0),
         0 if residual is None else residual.stride(0),
         eps,
-        num_warps=min(max(block // 1024, 1), 16),  # 16 elements a thread of a wave of 64
+        # 16 elements a thread, of a wave of 64 or a warp of 32
+        num_warps=min(max(block // (512 if kind.startswith("sm_") else 1024), 1), 16),
         SIZE=size,
         BLOCK=block,
         ADD=residual is not None,
@@ -70,7 +74,9 @@ def _rms_norm(
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     ADD: tl.constexpr,
+    PDL: tl.constexpr = False,
 ):
+    await_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     mask = columns < SIZE
@@ -144,7 +150,9 @@ def _rope_write_kv(
     BLOCK_HALF: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
     NORM: tl.constexpr,
+    PDL: tl.constexpr = False,
 ):
+    await_previous(PDL)
     KEYS_END: tl.constexpr = NUM_HEADS + NUM_KV_HEADS
     HEAD_DIM: tl.constexpr = 2 * HALF
     token = tl.program_id(0).to(tl.int64)
@@ -214,7 +222,8 @@ def swiglu(gate_up: Tensor) -> Tensor:
 
 
 @triton.jit
-def _swiglu(gate_up_ptr, out_ptr, stride, size, BLOCK: tl.constexpr):
+def _swiglu(gate_up_ptr, out_ptr, stride, size, BLOCK: tl.constexpr, PDL: tl.constexpr = False):
+    await_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = columns < size

@@ -41,8 +41,9 @@ import triton
 from triton import knobs
 from triton.runtime.jit import JITFunction
 
-from spectrue.kernels import triton_attention
+from spectrue.kernels import triton_attention, triton_layers, triton_linear
 from spectrue.kernels.triton_launch import use_launcher
+from spectrue.kernels.triton_linear import Plan
 from tests.amdgcn import unit_kernels
 from tests.amdgcn.compile import (
     CUDA,
@@ -316,6 +317,24 @@ def _layers(size: int, heads: tuple[int, int, int], dtype: torch.dtype) -> Itera
     yield f"rope_write_kv {name}", rope
 
 
+def _linears(size: int, dtype: torch.dtype) -> Iterator[Case]:
+    """As one or two rows are computed everywhere, and the kernel that more rows have on CUDA."""
+    for rows, gated in ((1, False), (2, True)):
+        n, k = (7 * size // 2, size) if gated else (size, 7 * size // 2)
+        x, weight = _floats(rows, k, dtype=dtype), _floats(n * (1 + gated), k, dtype=dtype)
+        plan = triton_linear.make_plan(rows, n, k, gated, x.element_size() == 2, 304, "wave64")
+        assert plan is not None
+        name = f"linear {_name(dtype)} M={rows} N={n} K={k}" + " gated" * gated
+        yield name, partial(triton_linear.run, plan, x, weight, None, None, gated)
+    if dtype is FP32:
+        return
+    for rows, plan in ((16, Plan(False, 64, 64, 4, 2)), (64, Plan(False, 32, 128, 4, 2))):
+        x, weight = _floats(rows, size, dtype=dtype), _floats(2 * size, size, dtype=dtype)
+        residual = _floats(rows, size, dtype=dtype)
+        call = partial(triton_linear.run, plan, x, weight, weight[:, 0], residual, True)
+        yield f"linear {_name(dtype)} M={rows} N={size} K={size} gated bias", call
+
+
 def _cases() -> Iterator[Case]:
     """The first one that launches a kernel stands for it in the short run."""
     yield from _sampling(128256, BF16, thorough=True)
@@ -340,6 +359,8 @@ def _cases() -> Iterator[Case]:
         yield from _attention(mode, 64, FP32, (9, 3), 16)
     for dtype in (BF16, FP16, FP32):
         yield from _layers(4096, (32, 8, 128), dtype)
+        yield from _linears(4096, dtype)
+    yield from _linears(576, BF16)
     yield from _layers(576, (9, 3, 64), BF16)
     yield from _layers(8192, (64, 8, 128), BF16)
     yield from _layers(5120, (16, 16, 80), BF16)
@@ -357,6 +378,11 @@ class Recorder(RecordingLauncher):
     label: str = ""
     found: dict[str, Specialized] = dataclasses.field(default_factory=dict)
 
+    def __call__(self, kernel: Any, grid: Any, args: Any, constants: Any, *options: int) -> None:
+        if self.arch == "sm_90" and "PDL" in kernel.arg_names:  # as it is launched there
+            constants = {**constants, "PDL": True}
+        super().__call__(kernel, grid, args, constants, *options)
+
     def record(self, work: Specialized) -> None:
         name = f"{work.kernel.__name__}: {self.label}"
         same = sum(n == name or n.startswith(f"{name} #") for n in self.found)
@@ -370,6 +396,7 @@ def _recorded(plan: str, buffer_ops: bool) -> dict[str, Specialized]:
     recorder = Recorder(archs[0], buffer_ops)
     with (
         mock.patch.object(triton_attention, "_gpu", return_value=(units, plan)),
+        mock.patch.object(triton_layers, "_gpu", return_value=(units, plan)),
         dispatch.use_backend("triton"),
         use_launcher(recorder),
     ):

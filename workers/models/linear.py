@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from spectrue.kernels import dispatch
+
 logger = logging.getLogger(__name__)
 
 PACKABLE = (torch.bfloat16, torch.float32)
@@ -80,16 +82,24 @@ class Linear:
                 return self(x.repeat(MIN_ROWS, 1))[:1]
             out: Tensor = self._linear(x, self._weight, self.bias, "none", [], "")
             return out
+        if x.is_cuda:
+            return dispatch.linear(x, self._weight, self.bias)
         return F.linear(x, self._weight, self.bias)
+
+    def gated(self, x: Tensor) -> Tensor:
+        """Of a layer whose outputs are gates, then what they gate: silu(gates) * the others."""
+        if x.is_cuda:
+            return dispatch.linear(x, self._weight, self.bias, gated=True)
+        gate, up = self(x).chunk(2, -1)
+        return F.silu(gate).mul_(up)
 
     def plus(self, x: Tensor, residual: Tensor) -> Tensor:
         """self(x) + residual, added before the result is rounded where the op can.
 
-        On a GPU the sum is `residual` itself, written over: an epilogue instead of a launch.
+        On a GPU `residual` may be written over.
         """
-        if self._weight.is_cuda:
-            residual.addmm_(x, self._weight.t())
-            return residual if self.bias is None else residual.add_(self.bias)
+        if x.is_cuda:
+            return dispatch.linear(x, self._weight, self.bias, residual)
         if self.packed:
             if x.shape[0] == 1:
                 return self.plus(x.repeat(MIN_ROWS, 1), residual.repeat(MIN_ROWS, 1))[:1]

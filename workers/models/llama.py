@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from spectrue.kernels import dispatch
@@ -95,17 +94,13 @@ class Attention:
 
 class MLP:
     def __init__(self, config: ModelConfig, read: WeightReader, name: str, group: TPGroup) -> None:
-        self.size = config.intermediate_size // group.size
         self.gate_up = column_parallel(
             read, [f"{name}.gate_proj", f"{name}.up_proj"], config.mlp_bias
         )
         self.down = RowParallel(read, f"{name}.down_proj", config.mlp_bias, group)
 
     def __call__(self, x: Tensor, residual: Tensor) -> Tensor:
-        if x.is_cuda:
-            return self.down(dispatch.swiglu(self.gate_up(x)), residual)
-        gate, up = self.gate_up(x).split(self.size, -1)
-        return self.down(F.silu(gate).mul_(up), residual)
+        return self.down(self.gate_up.gated(x), residual)
 
 
 class DecoderLayer:
