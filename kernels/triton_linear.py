@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 from typing import NamedTuple
 
+import torch
 import torch.nn.functional as F
 import triton
 import triton.language as tl
@@ -34,6 +35,7 @@ class Plan(NamedTuple):
     block_k: int
     num_warps: int
     num_stages: int
+    splits: int = 1  # of the sum; the program that ends last adds the parts, in their order
 
 
 @functools.cache
@@ -46,14 +48,20 @@ def make_plan(
         block_n = 1 if gated else 2
         num_warps = min(max(block_n * block_k // 512, 1), 8)
         return Plan(True, block_n, block_k, num_warps, 1)
-    # A long sum for few outputs is better cut over its length, which only the libraries do here.
-    if rows > MAX_ROWS or k > n or not half or kind != "sm_90":
+    tiles = n // 64
+    if rows > MAX_ROWS or not half or kind != "sm_90" or tiles > units * MOST_PROGRAMS:
         return None
-    if n > 64 * units * MOST_PROGRAMS:
+    if gated:
+        return Plan(False, 64, 128, 4, 4)
+    few = rows <= 16
+    if few and k > n:
         return None
-    if n >= 48 * units:  # most units get a program
-        return Plan(False, 64, 128, 4, 4 if gated else 5)
-    return Plan(False, 32, 256, 4, 4) if rows <= MAX_ROWS // 2 else None
+    # Two programs a unit where their tiles are small, one where they are large.
+    splits = min(units * (2 if few else 1) // max(tiles, 1), k // 512)
+    splits = 1 << max(splits, 1).bit_length() - 1
+    if splits > 1 and rows > 32 and k <= n:
+        return None
+    return Plan(False, 64, 128, 4, 5, splits)
 
 
 def linear(
@@ -98,27 +106,46 @@ def run(
     n = len(weight) // (2 if gated else 1)
     out = x.new_empty(rows, n)
     block_m = triton.next_power_of_2(rows)
+    tiles = triton.cdiv(n, plan.block_n)
+    arguments = out, x, weight, bias, residual, rows, n, x.stride(0)
+    residual_stride = 0 if residual is None else residual.stride(0)
+    options = {
+        "num_warps": plan.num_warps,
+        "num_stages": plan.num_stages,
+        "K": k,
+        "GATED": gated,
+        "BLOCK_N": plan.block_n,
+        "BLOCK_K": plan.block_k,
+    }
+    if plan.vector:
+        launch(_vector_linear, (tiles,), *arguments, residual_stride, BLOCK_M=block_m, **options)
+        return out
+    block_m = max(block_m, 16)
+    parts = counters = None
+    if plan.splits > 1:
+        size = plan.splits * tiles * plan.block_n * block_m
+        parts = torch.empty(size, dtype=torch.float32, device=x.device)
+        counters = _counters(x.device)
+        assert tiles <= len(counters)
+        assert not gated
     launch(
-        _vector_linear if plan.vector else _tall_linear,
-        (triton.cdiv(n, plan.block_n),),
-        out,
-        x,
-        weight,
-        bias,
-        residual,
-        rows,
-        n,
-        x.stride(0),
-        0 if residual is None else residual.stride(0),
-        num_warps=plan.num_warps,
-        num_stages=plan.num_stages,
-        K=k,
-        GATED=gated,
-        BLOCK_M=block_m if plan.vector else max(block_m, 16),
-        BLOCK_N=plan.block_n,
-        BLOCK_K=plan.block_k,
+        _tall_linear,
+        (tiles, plan.splits),
+        *arguments,
+        parts,
+        counters,
+        residual_stride,
+        BLOCK_M=block_m,
+        SPLITS=plan.splits,
+        **options,
     )
     return out
+
+
+@functools.cache
+def _counters(device: torch.device) -> Tensor:
+    """By tile, how many parts of its sum are there; zero between kernels. One stream at a time."""
+    return torch.zeros(4096, dtype=torch.int32, device=device)
 
 
 @triton.jit
@@ -181,12 +208,15 @@ def _tall_linear(
     M,
     N,
     x_stride,
+    parts,  # [SPLITS, tiles, BLOCK_N, BLOCK_M] float32, or None
+    counters,  # [tiles] int32, or None
     residual_stride,
     K: tl.constexpr,
     GATED: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    SPLITS: tl.constexpr,
     PDL: tl.constexpr = False,
 ):
     """A tile of weights is the left side of a product, as it lies in memory."""
@@ -200,7 +230,9 @@ def _tall_linear(
     up_at = w_at + N.to(tl.int64) * K if GATED else w_at
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     up = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    for start in range(0, K, BLOCK_K):
+    LENGTH: tl.constexpr = (K + SPLITS * BLOCK_K - 1) // (SPLITS * BLOCK_K) * BLOCK_K
+    first = tl.program_id(1) * LENGTH
+    for start in range(first, min(first + LENGTH, K), BLOCK_K):
         if K % BLOCK_K == 0:
             a = tl.load(x_at + start, mask=(m < M)[None, :], other=0.0)
             acc = tl.dot(tl.load(w_at + start), a, acc, input_precision="ieee")
@@ -214,7 +246,22 @@ def _tall_linear(
             if GATED:
                 w = tl.load(up_at + start, mask=inside[None, :], other=0.0)
                 up = tl.dot(w, a, up, input_precision="ieee")
-    _finish(acc, up, out, bias, residual, m[None, :], n[:, None], M, N, residual_stride, GATED)
+    if SPLITS == 1:
+        _finish(acc, up, out, bias, residual, m[None, :], n[:, None], M, N, residual_stride, GATED)
+    else:
+        TILE: tl.constexpr = BLOCK_N * BLOCK_M
+        tile, tiles = tl.program_id(0), tl.num_programs(0)
+        at = tl.arange(0, BLOCK_N)[:, None] * BLOCK_M + m[None, :]
+        tl.store(parts + (tl.program_id(1) * tiles + tile) * TILE + at, acc)
+        tl.debug_barrier()  # all of the part is written before it is counted
+        if tl.atomic_add(counters + tile, 1, sem="acq_rel") == SPLITS - 1:
+            tl.store(counters + tile, 0)
+            total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+            for split in tl.static_range(SPLITS):
+                part = parts + (split * tiles + tile) * TILE + at
+                total += tl.load(part, cache_modifier=".cg")
+            m_row, n_column = m[None, :], n[:, None]
+            _finish(total, up, out, bias, residual, m_row, n_column, M, N, residual_stride, GATED)
 
 
 @triton.jit

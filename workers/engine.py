@@ -7,6 +7,7 @@ import logging
 import secrets
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from spectrue.workers.block_manager import BlockManager
@@ -15,6 +16,7 @@ from spectrue.workers.core import (
     FinishReason,
     Request,
     RequestOutput,
+    SchedulerOutput,
     StepOutput,
     accept_length,
 )
@@ -48,6 +50,15 @@ class EngineStats:
         return accept_length(self.num_accepted_tokens, self.num_verify_steps)
 
 
+@dataclass(frozen=True, slots=True)
+class _Flight:
+    """A launched step. A request of it may end, by an abort or a stop, before the step does."""
+
+    plan: SchedulerOutput
+    states: list[RequestState]
+    finish: Callable[[], StepOutput]
+
+
 class Engine:
     """Not thread-safe: `AsyncEngine` gives it a thread of its own.
 
@@ -76,6 +87,7 @@ class Engine:
         self.stats = EngineStats()
         self.guards: Counter[str] = Counter()
         self._outputs: list[RequestOutput] = []  # of the step in flight
+        self._ahead: _Flight | None = None  # the step after it, launched already
         if info.resolved.simulated_acceptance:
             logger.warning(
                 "acceptance is SIMULATED (speculative.simulated_acceptance = %s): speed may be "
@@ -152,13 +164,23 @@ class Engine:
         """Run one step; outputs of the requests that committed tokens in it."""
         if not self.processors:
             return []
+        if self._ahead is not None and not any(
+            state.status is RequestStatus.RUNNING for state in self._ahead.states
+        ):
+            self._drain()
         start = time.perf_counter()
-        plan = self.scheduler.schedule()
-        states = [self.scheduler.slots[s.slot] for s in plan.scheduled]
-        step = self.executor.execute(plan)
+        flight, self._ahead = self._ahead or self._launch(self.scheduler.schedule()), None
+        # The device shall not wait for what the host does between two steps.
+        if self.executor.can_follow(flight.plan):
+            following = self.scheduler.schedule_ahead(flight.plan)
+            if following is not None:
+                self._ahead = self._launch(following)
+        plan, step = flight.plan, flight.finish()
         self._count(step)
-        for scheduled, state, slot_output in zip(plan.scheduled, states, step.outputs, strict=True):
-            assert state is not None
+        outputs = zip(plan.scheduled, flight.states, step.outputs, strict=True)
+        for scheduled, state, slot_output in outputs:
+            if state.status is not RequestStatus.RUNNING:
+                continue  # it ended while this step was in flight
             num_computed = scheduled.num_scheduled_tokens
             if not scheduled.samples:
                 self.scheduler.commit(
@@ -186,8 +208,19 @@ class Engine:
         self.depth.observe(plan, step, time.perf_counter() - start)
         if not self.processors:
             self.check_integrity()
-        outputs, self._outputs = self._outputs, []
-        return outputs
+        handed, self._outputs = self._outputs, []
+        return handed
+
+    def _launch(self, plan: SchedulerOutput) -> _Flight:
+        states = [self.scheduler.slots[s.slot] for s in plan.scheduled]
+        assert all(states)
+        return _Flight(plan, states, self.executor.launch(plan))  # type: ignore[arg-type]
+
+    def _drain(self) -> None:
+        """Wait for a step whose requests have all ended: nobody asks what it committed."""
+        if self._ahead is not None:
+            self._ahead.finish()
+            self._ahead = None
 
     def end_all(self, reason: FinishReason, error: str) -> list[RequestOutput]:
         """End every request, because no further step will be run.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 from spectrue.workers.core import SchedulerOutput, StepOutput
@@ -12,7 +13,13 @@ from spectrue.workers.worker import Worker
 class Executor(Protocol):
     """Runs planned steps, on one rank or many."""
 
-    def execute(self, plan: SchedulerOutput) -> StepOutput: ...
+    def launch(self, plan: SchedulerOutput) -> Callable[[], StepOutput]:
+        """Start a step; the call that is returned waits for its end."""
+        ...
+
+    def can_follow(self, plan: SchedulerOutput) -> bool:
+        """Whether a second step of these requests may be launched before the first has ended."""
+        ...
 
     def shutdown(self) -> None: ...
 
@@ -24,9 +31,12 @@ class GroupExecutor:
         self.worker = worker
         self.group = group
 
-    def execute(self, plan: SchedulerOutput) -> StepOutput:
+    def launch(self, plan: SchedulerOutput) -> Callable[[], StepOutput]:
         self.group.broadcast_object(plan)
-        return self.worker.execute(plan)
+        return self.worker.launch(plan)
+
+    def can_follow(self, plan: SchedulerOutput) -> bool:
+        return self.worker.can_follow(plan)
 
     def shutdown(self) -> None:
         self.group.broadcast_object(None)  # followers leave their loop

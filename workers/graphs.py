@@ -14,7 +14,7 @@ import time
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -82,11 +82,25 @@ class _Captured:
     feed: PackedTensors
     inputs: VerifyInputs
     decided: Tensor  # [n] int64, on the device
-    on_host: Tensor  # the same, pinned
+    on_host: tuple[Tensor, Tensor]  # the same, pinned: of two steps in flight
+
+
+@dataclass(frozen=True, slots=True)
+class StepInFlight:
+    """A step that the device runs or will run; `StepGraphs.finish` waits for it."""
+
+    captured: _Captured
+    rows: Rows
+    on_host: Tensor
+    done: torch.cuda.Event
 
 
 class StepGraphs:
-    """Replays a step's graph, capturing it at its first use. One stream, one thread."""
+    """Replays a step's graph, capturing it at its first use. One stream, one thread.
+
+    A step without drafts can be launched before the one ahead of it is done: the tokens that are
+    not known on the host yet are on the device, in `last_token_ids`.
+    """
 
     def __init__(
         self,
@@ -109,42 +123,57 @@ class StepGraphs:
         self.fallbacks: Counter[str] = Counter()  # steps that ran without a graph, by reason
         self._captured: dict[_Key, _Captured] = {}
         self._pool = torch.cuda.graph_pool_handle()
+        # By slot, with one more that nobody reads: what the last step without drafts committed.
+        self.last_token_ids = torch.zeros(
+            len(buffers.requests) + 1, dtype=torch.int64, device=device
+        )
+        self._turn = 0
+        self._uploaded = torch.cuda.Event()
+        self._done = torch.cuda.Event(), torch.cuda.Event()
 
     @property
     def num_captured(self) -> int:
         return len(self._captured)
 
-    def run(
+    def launch(
         self, plan: SchedulerOutput, drafts: list[list[int]], proposal: DraftProposal
-    ) -> tuple[VerifyResult, ForwardBatch, ForwardOutput] | None:
-        """The whole step, or None where only the eager way can run it (counted by reason)."""
-        reason = self._obstacle(plan, proposal)
+    ) -> StepInFlight | None:
+        """Enqueue the whole step; None where only the eager way can run it (counted by reason)."""
+        reason = self.obstacle(plan) or self._missing_law(proposal)
         if reason is not None:
             self.fallbacks[reason] += 1
             return None
-        buffers = self.buffers
         slots = [s.slot for s in plan.scheduled]
-        rows = Rows.build(buffers, slots, drafts)
-        exact = VerifyShape.of(buffers, rows)
+        rows = Rows.build(slots, [s.num_computed_tokens + 1 for s in plan.scheduled], drafts)
+        exact = VerifyShape.of(self.buffers, rows)
         key = self._key(exact, len(slots), max(rows.num_drafts))
         captured = self._captured.get(key) or self._capture(key)
-        captured.inputs.fill(buffers, rows)
+        self._uploaded.synchronize()  # a step in flight may not have read its inputs yet
+        captured.inputs.fill(self.buffers, rows)
         self._fill(captured.feed, plan, drafts)
         captured.feed.upload()
         captured.inputs.packed.upload()
+        self._uploaded.record()
         captured.graph.replay()
-        captured.on_host.copy_(captured.decided, non_blocking=True)
-        # Not a busy wait of the whole device: the copy is the last thing on this stream.
-        torch.cuda.current_stream(self.device).synchronize()
+        on_host, done = captured.on_host[self._turn], self._done[self._turn]
+        self._turn = 1 - self._turn
+        on_host.copy_(captured.decided, non_blocking=True)
+        done.record()
+        return StepInFlight(captured, rows, on_host, done)
+
+    def finish(self, step: StepInFlight) -> tuple[VerifyResult, ForwardBatch, ForwardOutput]:
+        """Wait for a step: what it decided, and what its forward left for the drafter."""
+        step.done.synchronize()
+        captured, rows = step.captured, step.rows
         result = collect(
-            captured.on_host.numpy(),
-            key.verify,
-            buffers,
+            step.on_host.numpy(),
+            captured.inputs.shape,
+            self.buffers,
             rows,
             self.target.vocab_size,
             self._simulated,
         )
-        batch = self._batch(captured.feed, tuple(len(d) + 1 for d in drafts))
+        batch = self._batch(captured.feed, tuple(len(d) + 1 for d in rows.drafts))
         return result, batch, self._output()
 
     def _output(self) -> ForwardOutput:
@@ -152,7 +181,8 @@ class StepGraphs:
             return self.output
         return ForwardOutput(hidden_states=torch.empty(0, device=self.device))  # nobody reads it
 
-    def _obstacle(self, plan: SchedulerOutput, proposal: DraftProposal) -> str | None:
+    def obstacle(self, plan: SchedulerOutput) -> str | None:
+        """Why no graph can run a plan, or None."""
         requests = [self.buffers.request(s.slot).request for s in plan.scheduled]
         if not all(s.samples and s.num_scheduled_tokens == 1 for s in plan.scheduled):
             return "prefill"
@@ -160,6 +190,9 @@ class StepGraphs:
             return "logprobs"
         if any(needs_edits(request) for request in requests):
             return "logit edits"
+        return None
+
+    def _missing_law(self, proposal: DraftProposal) -> str | None:
         if proposal.law is not None and self.law is None:
             return "law outside the engine's buffers"
         return None
@@ -172,16 +205,17 @@ class StepGraphs:
         buffers, vocab_size = self.buffers, self.target.vocab_size
         starts = [s.num_computed_tokens for s in plan.scheduled]
         slots = [s.slot for s in plan.scheduled]
-        token_ids = buffers.token_ids.numpy()
-        ids = np.array(
-            [
-                token
-                for slot, start, draft in zip(slots, starts, drafts, strict=True)
-                for token in (int(token_ids[slot, start]), *draft)
-            ]
-        )
-        # A draft that is no token has no embedding; verification sees the id itself.
-        feed.host["input_ids"][: len(ids)] = np.where((ids >= 0) & (ids < vocab_size), ids, 0)
+        first = buffers.token_ids.numpy()[slots, starts]
+        if "slots" in feed.host:
+            known = np.array([buffers.num_tokens[slot] for slot in slots]) > starts
+            feed.host["input_ids"][: len(first)] = np.where(known, first, -1)
+            feed.host["slots"][: len(first)] = slots
+            feed.host["slots"][len(first) :] = len(buffers.requests)
+        else:
+            # A draft that is no token has no embedding; verification sees the id itself.
+            pairs = zip(first.tolist(), drafts, strict=True)
+            ids = np.array([token for last, draft in pairs for token in (last, *draft)])
+            feed.host["input_ids"][: len(ids)] = np.where((ids >= 0) & (ids < vocab_size), ids, 0)
         counts = [len(draft) + 1 for draft in drafts]
         fill_feed(feed, starts, counts, buffers.block_tables.numpy()[slots], buffers.block_size)
 
@@ -189,8 +223,14 @@ class StepGraphs:
         start = time.perf_counter()
         num_requests, num_tokens = key.num_requests, key.num_requests * (key.width + 1)
         num_blocks = self.buffers.block_tables.shape[1]
-        feed = PackedTensors(feed_fields(num_requests, num_tokens, num_blocks), self.device)
+        fields = feed_fields(num_requests, num_tokens, num_blocks)
+        follows = key.width == 0 and key.verify.reject is None and not self._simulated
+        if follows:
+            fields["slots"] = torch.int64, num_requests
+        feed = PackedTensors(fields, self.device)
         feed.host["slot_mapping"][:] = -1  # the warm-up writes no KV either
+        if follows:
+            feed.host["slots"][:] = len(self.buffers.requests)
         feed.upload()
         inputs = VerifyInputs(key.verify, self.device)
         batch = self._batch(feed, (key.width + 1,) * num_requests)
@@ -199,16 +239,25 @@ class StepGraphs:
             law = self.law.first(key.verify.reject.num_drafts)
 
         def step() -> Tensor:
-            output = self.target.forward(batch)
+            fed = batch
+            if follows:
+                last = self.last_token_ids.index_select(0, feed.device["slots"])
+                known = fed.input_ids >= 0
+                fed = replace(fed, input_ids=torch.where(known, fed.input_ids, last))
+            output = self.target.forward(fed)
             self._keep(output)
             logits = self.target.logits(output.hidden_states)
             assert logits is not None
-            return decide(process_rows(logits, inputs, {}), inputs, law, self._simulated)
+            found = decide(process_rows(logits, inputs, {}), inputs, law, self._simulated)
+            if follows:  # a token of each request comes first in `found`; none is -1
+                committed = found[:num_requests].clamp(min=0)
+                self.last_token_ids.index_copy_(0, feed.device["slots"], committed)
+            return found
 
         decided = torch.empty_like(warm_up(step, self.device))
         graph = record(lambda: decided.copy_(step()), self._pool)
-        on_host = torch.empty_like(decided, device="cpu").pin_memory()
-        captured = _Captured(graph, feed, inputs, decided, on_host)
+        on_host = torch.empty(2, *decided.shape, dtype=decided.dtype).pin_memory()
+        captured = _Captured(graph, feed, inputs, decided, (on_host[0], on_host[1]))
         self._captured[key] = captured
         logger.debug("captured %s in %.2f s", key, time.perf_counter() - start)
         return captured

@@ -27,18 +27,18 @@ class Rows:
     starts: list[int]  # [batch] first row of each
 
     @staticmethod
-    def build(buffers: InputBuffers, slots: list[int], drafts: list[list[int]]) -> Rows:
+    def build(slots: list[int], first: list[int], drafts: list[list[int]]) -> Rows:
+        """`first`: the position of each request's first row, the number of tokens before it."""
         num_drafts = [len(d) for d in drafts]
         counts = np.array(num_drafts) + 1
         starts = np.cumsum(counts) - counts
         offsets = np.arange(counts.sum()) - np.repeat(starts, counts)
-        num_tokens = np.array([buffers.num_tokens[slot] for slot in slots])
         return Rows(
             slots=slots,
             num_drafts=num_drafts,
             drafts=drafts,
             slot=np.repeat(np.array(slots), counts),
-            position=np.repeat(num_tokens, counts) + offsets,
+            position=np.repeat(np.array(first), counts) + offsets,
             starts=starts.tolist(),
         )
 

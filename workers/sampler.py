@@ -52,7 +52,7 @@ def verify(
     proposal: DraftProposal,
 ) -> VerifyResult:
     """Decide every sampling request: greedy and `match` by one walk, `rejection` by another."""
-    rows = Rows.build(buffers, slots, drafts)
+    rows = Rows.build(slots, [buffers.num_tokens[slot] for slot in slots], drafts)
     inputs = VerifyInputs(VerifyShape.of(buffers, rows), logits.device)
     inputs.fill(buffers, rows)
     inputs.packed.upload()

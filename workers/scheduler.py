@@ -138,6 +138,25 @@ class Scheduler:
             return self.schedule()
         return SchedulerOutput(scheduled=tuple(scheduled), new_requests=tuple(new))
 
+    def schedule_ahead(self, plan: SchedulerOutput) -> SchedulerOutput | None:
+        """The step after `plan`, which is in flight and commits one token a request, unseen.
+
+        None where it is not known yet: a prompt has its turn, or memory is short. A request that
+        `plan` may end by its length is left out; one that it ends otherwise takes part in vain.
+        """
+        if len(plan.scheduled) != len(self.running):
+            return None
+        if self.waiting and len(self.running) < self.max_num_seqs:
+            return None
+        states = [s for s in self.running if len(s.token_ids) + 1 < s.max_len]
+        if not states or not all(s.decoding for s in self.running):
+            return None
+        if not all(self._grow(state, 2, 0) for state in states):
+            return None
+        if self.depth is not None:
+            self.depths[0] += 1
+        return SchedulerOutput(scheduled=tuple(self._plan(s, 1, 0, ahead=1) for s in states))
+
     def commit(
         self, state: RequestState, num_computed: int, token_ids: list[int], num_draft_computed: int
     ) -> None:
@@ -230,12 +249,14 @@ class Scheduler:
         )
         return True
 
-    def _plan(self, state: RequestState, num_tokens: int, k: int) -> ScheduledRequest:
+    def _plan(
+        self, state: RequestState, num_tokens: int, k: int, ahead: int = 0
+    ) -> ScheduledRequest:
         new_block_ids = tuple(state.table.block_ids[state.num_sent_blocks :])
         state.num_sent_blocks = len(state.table.block_ids)
         return ScheduledRequest(
             slot=state.slot,
-            num_computed_tokens=state.num_computed_tokens,
+            num_computed_tokens=state.num_computed_tokens + ahead,
             num_scheduled_tokens=num_tokens,
             num_draft_tokens=k,
             samples=num_tokens == state.num_uncomputed_tokens,

@@ -7,6 +7,7 @@ ranks cannot diverge (sglang#28815).
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from itertools import accumulate
 
 import torch
@@ -30,9 +31,23 @@ def speculative_step(
     group: TPGroup,
     graphs: StepGraphs | None = None,
 ) -> StepOutput:
-    """Run one planned step; the tokens that it commits are the target's law, whatever is drafted.
+    """Run one planned step."""
+    return start_step(plan, buffers, target, drafter, group, graphs)()
 
-    A prefilling request takes part with no drafts, and decides a token only with its last chunk.
+
+def start_step(
+    plan: SchedulerOutput,
+    buffers: InputBuffers,
+    target: ModelRunner,
+    drafter: Drafter,
+    group: TPGroup,
+    graphs: StepGraphs | None = None,
+) -> Callable[[], StepOutput]:
+    """Start one planned step; what is returned waits for its end and commits.
+
+    The tokens that it commits are the target's law, whatever is drafted. A prefilling request takes
+    part with no drafts, and decides a token only with its last chunk. Without a graph all the work
+    is done here, and the next step may only be started when this one was ended.
     """
     t0 = time.perf_counter()
     buffers.apply(plan)
@@ -44,36 +59,42 @@ def speculative_step(
 
     # One target forward: the tokens that have no KV yet, then the drafts. Then, on rank 0, accept a
     # prefix of the drafts and draw one token more. A graph does both, where it can.
-    captured = None if graphs is None else graphs.run(plan, drafts, proposal)
     sampling = [i for i, s in enumerate(plan.scheduled) if s.samples]
     slots = [plan.scheduled[i].slot for i in sampling]
+    in_flight = None if graphs is None else graphs.launch(plan, drafts, proposal)
     result: VerifyResult | None = None
-    if captured is not None:
-        result, batch, output = captured
-        t2 = time.perf_counter()
-    else:
+    if in_flight is None:
         batch, rows = _target_batch(plan, buffers, drafts, target)
         output = target.forward(batch)
         logits = target.logits(output.hidden_states[rows])
         t2 = time.perf_counter()
         if logits is not None and sampling:
             result = verify(logits, buffers, slots, [drafts[i] for i in sampling], proposal)
-    result = group.broadcast_object(result)
-    t3 = time.perf_counter()
 
-    # Commit. KV of rejected drafts is dropped by not counting it.
-    if result is not None:
-        for slot, token_ids in zip(slots, result.token_ids, strict=True):
-            buffers.commit(slot, token_ids)
-    drafter.extend(plan, buffers, batch, output)
-    t4 = time.perf_counter()
-    return StepOutput(
-        outputs=_outputs(plan, buffers, result, drafts),
-        guards=result.guards if result is not None else {},
-        draft_time=t1 - t0 + t4 - t3,
-        model_time=t2 - t1,
-        verify_time=t3 - t2,
-    )
+    def finish() -> StepOutput:
+        nonlocal result, batch, output, t2
+        if in_flight is not None:
+            assert graphs is not None
+            result, batch, output = graphs.finish(in_flight)
+            t2 = time.perf_counter()
+        result = group.broadcast_object(result)
+        t3 = time.perf_counter()
+
+        # Commit. KV of rejected drafts is dropped by not counting it.
+        if result is not None:
+            for slot, token_ids in zip(slots, result.token_ids, strict=True):
+                buffers.commit(slot, token_ids)
+        drafter.extend(plan, buffers, batch, output)
+        t4 = time.perf_counter()
+        return StepOutput(
+            outputs=_outputs(plan, buffers, result, drafts),
+            guards=result.guards if result is not None else {},
+            draft_time=t1 - t0 + t4 - t3,
+            model_time=t2 - t1,
+            verify_time=t3 - t2,
+        )
+
+    return finish
 
 
 def _split(proposal: DraftProposal) -> list[list[int]]:

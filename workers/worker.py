@@ -13,6 +13,7 @@ import torch
 
 from spectrue.workers.config import EngineConfig
 from spectrue.workers.core import SchedulerOutput, StepOutput
+from spectrue.workers.drafters.base import NoDrafter
 from spectrue.workers.drafters.eagle import EagleDrafter
 from spectrue.workers.drafters.load import load_draft, make_drafter
 from spectrue.workers.errors import ConfigError
@@ -27,7 +28,7 @@ from spectrue.workers.models.llama import LlamaModel
 from spectrue.workers.parallel import TPGroup
 from spectrue.workers.policy import Decision, ResolvedSpeculative, resolve_speculative
 from spectrue.workers.self_check import check_draft, judge, prompt_token_ids
-from spectrue.workers.speculative import speculative_step
+from spectrue.workers.speculative import start_step
 from spectrue.workers.weights import load_model, resolve_dtype
 
 logger = logging.getLogger(__name__)
@@ -132,9 +133,19 @@ class Worker:
             logger.info("%s = %s: %s", decision.setting, decision.value, decision.reason)
 
     @torch.inference_mode()
-    def execute(self, plan: SchedulerOutput) -> StepOutput:
-        return speculative_step(
-            plan, self.buffers, self.target, self.drafter, self.group, self.graphs
+    def launch(self, plan: SchedulerOutput) -> Callable[[], StepOutput]:
+        """Start a step; the call that is returned ends it (see `start_step`)."""
+        finish = start_step(plan, self.buffers, self.target, self.drafter, self.group, self.graphs)
+        return torch.inference_mode()(finish)
+
+    def can_follow(self, plan: SchedulerOutput) -> bool:
+        """Whether the next step of the same requests may be launched before `plan`'s has ended:
+        nothing that it needs is known on the host alone."""
+        return (
+            self.graphs is not None
+            and self.group.size == 1
+            and isinstance(self.drafter, NoDrafter)
+            and self.graphs.obstacle(plan) is None
         )
 
     def _graphs(
@@ -262,4 +273,4 @@ def follow(config: EngineConfig, group: TPGroup, progress: Progress | None = Non
         plan: SchedulerOutput | None = group.broadcast_object(None)
         if plan is None:
             return
-        worker.execute(plan)
+        worker.launch(plan)()

@@ -328,11 +328,18 @@ def _linears(size: int, dtype: torch.dtype) -> Iterator[Case]:
         yield name, partial(triton_linear.run, plan, x, weight, None, None, gated)
     if dtype is FP32:
         return
-    for rows, plan in ((16, Plan(False, 64, 64, 4, 2)), (64, Plan(False, 32, 128, 4, 2))):
-        x, weight = _floats(rows, size, dtype=dtype), _floats(2 * size, size, dtype=dtype)
+    for rows, plan in (
+        (16, Plan(False, 64, 64, 4, 2)),
+        (64, Plan(False, 32, 128, 4, 2)),
+        (32, Plan(False, 64, 64, 4, 2, 4)),
+    ):
+        gated = plan.splits == 1
+        x = _floats(rows, size, dtype=dtype)
+        weight = _floats(size * (1 + gated), size, dtype=dtype)
         residual = _floats(rows, size, dtype=dtype)
-        call = partial(triton_linear.run, plan, x, weight, weight[:, 0], residual, True)
-        yield f"linear {_name(dtype)} M={rows} N={size} K={size} gated bias", call
+        call = partial(triton_linear.run, plan, x, weight, weight[:, 0], residual, gated)
+        how = "gated bias" if gated else f"bias splits={plan.splits}"
+        yield f"linear {_name(dtype)} M={rows} N={size} K={size} {how}", call
 
 
 def _cases() -> Iterator[Case]:

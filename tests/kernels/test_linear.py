@@ -16,11 +16,12 @@ TRITON = BACKEND != "reference"
 DTYPES = [torch.float32, torch.float16, *([torch.bfloat16] if TIER.bf16 else [])]
 # How many outputs and inputs: whole blocks, ends of blocks, less than one.
 SIZES = [(64, 128), (100, 328), (3, 24)]
-PLANS = [  # vector, block_n, block_k, num_warps, num_stages
-    (True, 1, 64, 1, 1),
-    (True, 2, 128, 2, 1),
-    (False, 32, 32, 4, 2),
-    (False, 64, 64, 4, 4),
+PLANS = [  # vector, block_n, block_k, num_warps, num_stages, splits
+    (True, 1, 64, 1, 1, 1),
+    (True, 2, 128, 2, 1, 1),
+    (False, 32, 32, 4, 2, 1),
+    (False, 64, 64, 4, 4, 1),
+    (False, 32, 32, 4, 2, 4),
 ]
 if not SLOW_BACKEND:
     SIZES += [(1536, 576), (4096, 4096), (1000, 5120)]
@@ -51,7 +52,7 @@ def check(
     gated: bool = False,
     bias: bool = False,
     residual: bool = False,
-    plan: tuple[bool, int, int, int, int] | None = None,
+    plan: tuple[bool, int, int, int, int, int] | None = None,
 ) -> None:
     wide = rand(rows, k + 8, dtype=dtype)
     wide[:, k:] = NAN  # rows have a stride, and what lies between them is not read
@@ -83,13 +84,17 @@ def test_linear(rows: int, n: int, k: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize(
     "plan",
-    [pytest.param(p, marks=[pytest.mark.core] if p in (PLANS[1], PLANS[2]) else []) for p in PLANS],
+    [
+        pytest.param(p, marks=[pytest.mark.core] if p in (PLANS[1], PLANS[2], PLANS[4]) else [])
+        for p in PLANS
+    ],
 )
-def test_every_kernel(plan: tuple[bool, int, int, int, int]) -> None:
+def test_every_kernel(plan: tuple[bool, int, int, int, int, int]) -> None:
     """With all that is done on the way, whatever the platform's own plan would be."""
     dtype = DTYPES[-1] if not plan[0] or BACKEND != "interpret" else torch.float32
     for rows, n, k in ((2, 37, 136), (1, 64, 128)) if plan[0] else ((5, 70, 136), (19, 64, 64)):
-        check(rows, n, k, dtype, gated=True, bias=True, residual=True, plan=plan)
+        gated = plan[-1] == 1
+        check(rows, n, k, dtype, gated=gated, bias=True, residual=True, plan=plan)
         check(rows, n, k, dtype, bias=True, plan=plan)
 
 

@@ -42,9 +42,23 @@ class CountingExecutor:
         self.fault: Exception | None = None
         self.loses_an_output = False
         self.num_shutdowns = 0
+        self.follows = False  # a second step may be launched before the first has ended
+        self.num_in_flight = self.most_in_flight = 0
         self.waiting = threading.Event()  # a step has begun
 
-    def execute(self, plan: SchedulerOutput) -> StepOutput:
+    def can_follow(self, plan: SchedulerOutput) -> bool:
+        return self.follows and all(
+            s.samples and s.num_scheduled_tokens == 1 and not s.num_draft_tokens
+            for s in plan.scheduled
+        )
+
+    def launch(self, plan: SchedulerOutput) -> Callable[[], StepOutput]:
+        self.num_in_flight += 1
+        self.most_in_flight = max(self.most_in_flight, self.num_in_flight)
+        return lambda: self._finish(plan)
+
+    def _finish(self, plan: SchedulerOutput) -> StepOutput:
+        self.num_in_flight -= 1
         self.waiting.set()
         if self.permits is not None:
             assert self.permits.acquire(timeout=DEADLINE)
@@ -183,6 +197,49 @@ def test_a_full_queue_refuses_all() -> None:
     done = collect(engine, requests[:4])
     assert all(done[r.request_id].token_ids == positions(r) for r in requests[:4])
     assert engine.poll(0.05) == []
+    engine.shutdown()
+
+
+@pytest.mark.parametrize("num_requests", [3, 12])  # as many as there are slots, and more
+def test_a_step_launched_ahead_loses_and_repeats_nothing(num_requests: int) -> None:
+    """Requests end by length, by a stop that the step ahead did not foresee, and by an abort."""
+    executor = CountingExecutor()
+    executor.follows = True
+    engine = make(executor)
+    rng = random.Random(num_requests)
+    requests = [
+        make_request(
+            f"r{i}",
+            [1] * rng.randrange(1, 9),
+            max_tokens=rng.randrange(1, 60),
+            num_speculative_tokens=0,
+            stop_token_ids=(rng.randrange(5, 60),),
+        )
+        for i in range(num_requests)
+    ]
+    engine.submit(requests)
+    aborted = requests[1::4]
+    eventually(lambda: engine.engine.stats.num_steps > 5)
+    engine.abort([r.request_id for r in aborted])
+    done = collect(engine, requests)
+    for request in requests:
+        end, want = done[request.request_id], positions(request)
+        stop = request.params.stop_token_ids[0]
+        if stop in want:
+            want = want[: want.index(stop) + 1]
+        if request in aborted and end.finish_reason == "abort":
+            want = want[: len(end.token_ids)]
+        else:
+            assert end.finish_reason == ("stop" if stop in want else "length")
+        assert end.token_ids == want
+    assert executor.most_in_flight == 2
+    assert engine.engine.blocks.num_used == 0
+    # The step ahead of the last request's end was in vain; the next request does not see it.
+    late = make_request("late", [1, 2], num_speculative_tokens=0)
+    engine.submit([late])
+    assert collect(engine, [late])["late"].token_ids == positions(late)
+    assert executor.num_in_flight <= 1
+    engine.engine.check_integrity()
     engine.shutdown()
 
 

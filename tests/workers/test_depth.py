@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -125,15 +126,15 @@ def test_the_schedule_counts_decoding_requests(
         tiny_llama, drafter, 3, other_llama, depth_schedule=((1, 1, 3), (2, 3, 2), (4, 8, 0))
     )
     seen: set[tuple[int, int]] = set()
-    execute = engine.executor.execute
+    launch = engine.executor.launch
 
-    def spy(plan: SchedulerOutput) -> StepOutput:
+    def spy(plan: SchedulerOutput) -> Callable[[], StepOutput]:
         ks = [s.num_draft_tokens for s in plan.scheduled if s.num_scheduled_tokens == 1]
         if ks and all(s.num_scheduled_tokens == 1 for s in plan.scheduled):
             seen.add((len(ks), max(ks)))
-        return execute(plan)
+        return launch(plan)
 
-    engine.executor.execute = spy  # type: ignore[method-assign]
+    engine.executor.launch = spy  # type: ignore[method-assign]
     lengths = (6, 12, 20, 32, 50)
     requests = [
         make_request(f"r{i}", p, max_tokens=n, ignore_eos=True, seed=i)

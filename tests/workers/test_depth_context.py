@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +40,8 @@ class KVWatch:
             runners.append(draft)
         for runner in runners:
             self._watch(runner)
-        self.inner = engine.executor.execute
-        engine.executor.execute = self.execute  # type: ignore[method-assign]
+        self.inner = engine.executor.launch
+        engine.executor.launch = self.launch  # type: ignore[method-assign]
 
     def _watch(self, runner: Any) -> None:
         forward = runner.forward
@@ -55,7 +56,7 @@ class KVWatch:
 
         runner.forward = spy
 
-    def execute(self, plan: SchedulerOutput) -> StepOutput:
+    def launch(self, plan: SchedulerOutput) -> Callable[[], StepOutput]:
         size = self.engine.blocks.block_size
         self.allowed = {
             block * size + offset

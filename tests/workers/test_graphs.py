@@ -63,6 +63,8 @@ def _graphs_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     stream = SimpleNamespace(synchronize=lambda: None)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    event = SimpleNamespace(record=lambda: None, synchronize=lambda: None)
+    monkeypatch.setattr(torch.cuda, "Event", lambda: event)
     monkeypatch.setattr(Tensor, "pin_memory", lambda tensor: tensor)
     monkeypatch.setattr(KVCachePool, "write", write_kept)
     monkeypatch.setattr(dispatch, "platform_of", lambda device: "cuda")  # the paged attention
@@ -124,6 +126,25 @@ def test_graphs_change_no_text(tmp_path: Path, drafter: str, draft_size: int | N
     assert set(graphs.fallbacks) <= {"prefill"}
 
 
+def test_steps_are_launched_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next token is taken on the device, so the host has not seen it when it launches."""
+    engine = graphed(engine_of(tmp_path, "none"))
+    launch, ahead = StepGraphs.launch, 0
+
+    def counted(self: StepGraphs, plan: SchedulerOutput, *rest: Any) -> Any:
+        nonlocal ahead
+        ahead += any(
+            s.num_computed_tokens >= self.buffers.num_tokens[s.slot] for s in plan.scheduled
+        )
+        return launch(self, plan, *rest)
+
+    monkeypatch.setattr(StepGraphs, "launch", counted)
+    want = texts(engine_of(tmp_path / "eager", "none", enable_graphs=False))
+    assert texts(engine) == want
+    assert ahead > 15
+    assert engine.stats.num_committed_tokens == sum(map(len, want))
+
+
 @pytest.mark.parametrize("draft_size", [None, 48])
 def test_a_copy_is_accepted_in_graphs_too(tmp_path: Path, draft_size: int | None) -> None:
     """Laws recorded, hidden states carried and KV kept as in eager steps: else it would not be."""
@@ -159,7 +180,7 @@ def test_memory_of_other_graphs_changes_nothing(
     kinds = (*KINDS, {"temperature": 1.2})
     want = engine_of(tmp_path / "clean", "eagle3")
     engine = graphed(engine_of(tmp_path / "poisoned", "eagle3"))
-    drafter, steps, run = worker_of(engine).drafter, 0, StepGraphs.run
+    drafter, steps, launch = worker_of(engine).drafter, 0, StepGraphs.launch
 
     def poisoned(
         self: StepGraphs, plan: SchedulerOutput, drafts: list[list[int]], proposal: DraftProposal
@@ -177,9 +198,9 @@ def test_memory_of_other_graphs_changes_nothing(
         if not isinstance(value, str):
             junk = [torch.full((n,), value, device=DEVICE) for n in (64, 1024, 65536, 1 << 20)]
             del junk
-        return run(self, plan, drafts, proposal)
+        return launch(self, plan, drafts, proposal)
 
-    monkeypatch.setattr(StepGraphs, "run", poisoned)
+    monkeypatch.setattr(StepGraphs, "launch", poisoned)
     assert texts(engine) == texts(want)
     texts(engine, kinds)  # rejection: unseeded
     assert steps > 5

@@ -140,11 +140,11 @@ def test_the_accept_length_is_the_one_asked_for(
     options = {"simulated_accept_length": length} if "length" in settings else settings
     engine = make_engine(tiny_llama, "draft_model", 3, other_llama, **options)
     drafts, accepted, squares = 0, 0, 0
-    execute = engine.executor.execute
+    launch = engine.executor.launch
 
     def spy(plan: Any) -> Any:
         nonlocal drafts, accepted, squares
-        step = execute(plan)
+        step = launch(plan)()
         for output in step.outputs:
             if output.num_draft_tokens == 3:
                 assert output.verify_method == ("greedy" if temperature == 0 else "match")
@@ -152,9 +152,9 @@ def test_the_accept_length_is_the_one_asked_for(
                 drafts += 1
                 accepted += output.num_accepted_tokens
                 squares += output.num_accepted_tokens**2
-        return step
+        return lambda: step
 
-    engine.executor.execute = spy  # type: ignore[method-assign]
+    engine.executor.launch = spy  # type: ignore[method-assign]
     run(engine, temperature)
     assert drafts > 200
     mean = accepted / drafts

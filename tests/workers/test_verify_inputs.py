@@ -53,7 +53,7 @@ def test_a_padded_step_decides_as_the_exact_one(
         proposal: DraftProposal,
     ) -> sampler.VerifyResult:
         nonlocal compared
-        rows = Rows.build(buffers, slots, drafts)
+        rows = Rows.build(slots, [buffers.num_tokens[slot] for slot in slots], drafts)
         size, width = len(buffers.requests), max(rows.num_drafts)
         shape = VerifyShape.of(buffers, rows).padded(size, width)
         inputs = VerifyInputs(shape, logits.device)
