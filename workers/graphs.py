@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from spectrue.workers.core import SchedulerOutput
-from spectrue.workers.drafters.base import DraftLaw, DraftProposal
+from spectrue.workers.drafters.base import DraftLaw, DraftProposal, fill_in
 from spectrue.workers.forward_batch import (
     ForwardBatch,
     ForwardOutput,
@@ -35,11 +35,14 @@ from spectrue.workers.model_runner import ModelRunner
 from spectrue.workers.packed import PackedTensors
 from spectrue.workers.rows import Rows, needs_edits
 from spectrue.workers.sampler import VerifyResult, collect, decide, process_rows
-from spectrue.workers.verify_inputs import VerifyInputs, VerifyShape
+from spectrue.workers.verify_inputs import VerifyInputs, VerifyShape, from_device
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+# (batch, the model's output, tokens after each [num_tokens], last row of each request, slots)
+FeedHead = Callable[[ForwardBatch, ForwardOutput, Tensor, Tensor, Tensor], None]
 
 
 def batch_buckets(max_num_seqs: int) -> list[int]:
@@ -74,6 +77,7 @@ class _Key:
     num_requests: int
     width: int
     verify: VerifyShape
+    feeds: bool  # the draft head, with what was committed
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +95,8 @@ class StepInFlight:
 
     captured: _Captured
     rows: Rows
+    proposal: DraftProposal
+    fed: bool  # the draft head, with what the step committed
     on_host: Tensor
     done: torch.cuda.Event
 
@@ -98,8 +104,8 @@ class StepInFlight:
 class StepGraphs:
     """Replays a step's graph, capturing it at its first use. One stream, one thread.
 
-    A step without drafts can be launched before the one ahead of it is done: the tokens that are
-    not known on the host yet are on the device, in `last_token_ids`.
+    What the host does not know when it launches a step is in `tokens`, on the device: the last
+    token of a slot, if the step before is still in flight, and the drafts of its head.
     """
 
     def __init__(
@@ -123,10 +129,10 @@ class StepGraphs:
         self.fallbacks: Counter[str] = Counter()  # steps that ran without a graph, by reason
         self._captured: dict[_Key, _Captured] = {}
         self._pool = torch.cuda.graph_pool_handle()
-        # By slot, with one more that nobody reads: what the last step without drafts committed.
-        self.last_token_ids = torch.zeros(
-            len(buffers.requests) + 1, dtype=torch.int64, device=device
-        )
+        # A slot's last token, then its drafts; one more slot that nobody reads.
+        shape = len(buffers.requests) + 1, buffers.resolved.num_speculative_tokens + 1
+        self.tokens = torch.zeros(shape, dtype=torch.int64, device=device)
+        self.feed_head: FeedHead | None = None  # a draft head's, captured with a step
         self._turn = 0
         self._uploaded = torch.cuda.Event()
         self._done = torch.cuda.Event(), torch.cuda.Event()
@@ -145,12 +151,11 @@ class StepGraphs:
             return None
         slots = [s.slot for s in plan.scheduled]
         rows = Rows.build(slots, [s.num_computed_tokens + 1 for s in plan.scheduled], drafts)
-        exact = VerifyShape.of(self.buffers, rows)
-        key = self._key(exact, len(slots), max(rows.num_drafts))
+        key = self._key(plan, rows, proposal)
         captured = self._captured.get(key) or self._capture(key)
         self._uploaded.synchronize()  # a step in flight may not have read its inputs yet
         captured.inputs.fill(self.buffers, rows)
-        self._fill(captured.feed, plan, drafts)
+        self._fill(captured.feed, plan, rows, key)
         captured.feed.upload()
         captured.inputs.packed.upload()
         self._uploaded.record()
@@ -159,12 +164,14 @@ class StepGraphs:
         self._turn = 1 - self._turn
         on_host.copy_(captured.decided, non_blocking=True)
         done.record()
-        return StepInFlight(captured, rows, on_host, done)
+        return StepInFlight(captured, rows, proposal, key.feeds, on_host, done)
 
     def finish(self, step: StepInFlight) -> tuple[VerifyResult, ForwardBatch, ForwardOutput]:
         """Wait for a step: what it decided, and what its forward left for the drafter."""
         step.done.synchronize()
         captured, rows = step.captured, step.rows
+        if step.proposal.fetch is not None:
+            fill_in(rows.drafts, step.proposal.fetch())
         result = collect(
             step.on_host.numpy(),
             captured.inputs.shape,
@@ -174,12 +181,10 @@ class StepGraphs:
             self._simulated,
         )
         batch = self._batch(captured.feed, tuple(len(d) + 1 for d in rows.drafts))
-        return result, batch, self._output()
-
-    def _output(self) -> ForwardOutput:
-        if self.output is not None:
-            return self.output
-        return ForwardOutput(hidden_states=torch.empty(0, device=self.device))  # nobody reads it
+        output = self.output
+        if output is None or step.fed:  # nobody reads it
+            output = ForwardOutput(hidden_states=torch.empty(0), fed=step.fed)
+        return result, batch, output
 
     def obstacle(self, plan: SchedulerOutput) -> str | None:
         """Why no graph can run a plan, or None."""
@@ -197,61 +202,85 @@ class StepGraphs:
             return "law outside the engine's buffers"
         return None
 
-    def _key(self, exact: VerifyShape, num_requests: int, width: int) -> _Key:
-        size = self.sizes[bisect_left(self.sizes, num_requests)]
-        return _Key(size, width, exact.padded(size, width))
+    def _key(self, plan: SchedulerOutput, rows: Rows, proposal: DraftProposal) -> _Key:
+        size = self.sizes[bisect_left(self.sizes, len(rows.slots))]
+        width = max(rows.num_drafts)
+        on_device = proposal.fetch is not None
+        shape = VerifyShape.of(self.buffers, rows).padded(size, width, on_device)
+        # All are decided by one op, so its output is in their order; none has a gap in its KV.
+        one = (shape.walk or shape.reject) if None in (shape.walk, shape.reject) else None
+        feeds = (
+            self.feed_head is not None
+            and one is not None
+            and all(
+                self.buffers.num_draft_computed[s.slot] >= s.num_computed_tokens
+                for s in plan.scheduled
+            )
+        )
+        return _Key(size, width, shape, feeds)
 
-    def _fill(self, feed: PackedTensors, plan: SchedulerOutput, drafts: list[list[int]]) -> None:
-        buffers, vocab_size = self.buffers, self.target.vocab_size
+    def _fill(self, feed: PackedTensors, plan: SchedulerOutput, rows: Rows, key: _Key) -> None:
+        buffers, vocab_size, host = self.buffers, self.target.vocab_size, feed.host
         starts = [s.num_computed_tokens for s in plan.scheduled]
-        slots = [s.slot for s in plan.scheduled]
-        first = buffers.token_ids.numpy()[slots, starts]
-        if "slots" in feed.host:
-            known = np.array([buffers.num_tokens[slot] for slot in slots]) > starts
-            feed.host["input_ids"][: len(first)] = np.where(known, first, -1)
-            feed.host["slots"][: len(first)] = slots
-            feed.host["slots"][len(first) :] = len(buffers.requests)
-        else:
+        counts = [k + 1 for k in rows.num_drafts]
+        n, num_rows = len(starts), len(rows.slot)
+        first = buffers.token_ids.numpy()[rows.slots, starts]
+        ids = np.zeros(num_rows, dtype=np.int64)
+        ids[rows.starts] = first
+        known = np.ones(num_rows, dtype=bool)
+        known[rows.starts] = np.array([buffers.num_tokens[slot] for slot in rows.slots]) > starts
+        if key.verify.on_device:
+            known &= rows.offset == 0
+        elif key.width:
+            drafts = np.array([token for draft in rows.drafts for token in draft], dtype=np.int64)
             # A draft that is no token has no embedding; verification sees the id itself.
-            pairs = zip(first.tolist(), drafts, strict=True)
-            ids = np.array([token for last, draft in pairs for token in (last, *draft)])
-            feed.host["input_ids"][: len(ids)] = np.where((ids >= 0) & (ids < vocab_size), ids, 0)
-        counts = [len(draft) + 1 for draft in drafts]
-        fill_feed(feed, starts, counts, buffers.block_tables.numpy()[slots], buffers.block_size)
+            ids[rows.offset > 0] = np.where((drafts >= 0) & (drafts < vocab_size), drafts, 0)
+        host["input_ids"][:num_rows] = ids
+        source = rows.slot * self.tokens.shape[1] + rows.offset
+        host["source"][:num_rows] = np.where(known, -1, source)
+        host["source"][num_rows:] = -1
+        host["slots"][:n], host["slots"][n:] = rows.slots, len(buffers.requests)
+        if key.feeds:
+            request = np.repeat(np.arange(n), counts)
+            host["decided_at"][:num_rows] = request * (key.width + 1) + rows.offset
+            host["decided_at"][num_rows:] = 0
+        fill_feed(
+            feed, starts, counts, buffers.block_tables.numpy()[rows.slots], buffers.block_size
+        )
 
     def _capture(self, key: _Key) -> _Captured:
         start = time.perf_counter()
         num_requests, num_tokens = key.num_requests, key.num_requests * (key.width + 1)
         num_blocks = self.buffers.block_tables.shape[1]
-        fields = feed_fields(num_requests, num_tokens, num_blocks)
-        follows = key.width == 0 and key.verify.reject is None and not self._simulated
-        if follows:
-            fields["slots"] = torch.int64, num_requests
-        feed = PackedTensors(fields, self.device)
-        feed.host["slot_mapping"][:] = -1  # the warm-up writes no KV either
-        if follows:
-            feed.host["slots"][:] = len(self.buffers.requests)
+        feed = PackedTensors(
+            {
+                **feed_fields(num_requests, num_tokens, num_blocks),
+                "source": (torch.int64, num_tokens),
+                "slots": (torch.int64, num_requests),
+                **({"decided_at": (torch.int64, num_tokens)} if key.feeds else {}),
+            },
+            self.device,
+        )
+        # The warm-up writes nothing that is read either.
+        feed.host["slot_mapping"][:] = feed.host["source"][:] = -1
+        feed.host["slots"][:] = len(self.buffers.requests)
         feed.upload()
-        inputs = VerifyInputs(key.verify, self.device)
+        inputs = VerifyInputs(key.verify, self.device, self.tokens)
         batch = self._batch(feed, (key.width + 1,) * num_requests)
         law = None
         if key.verify.reject is not None and self.law is not None:
             law = self.law.first(key.verify.reject.num_drafts)
 
         def step() -> Tensor:
-            fed = batch
-            if follows:
-                last = self.last_token_ids.index_select(0, feed.device["slots"])
-                known = fed.input_ids >= 0
-                fed = replace(fed, input_ids=torch.where(known, fed.input_ids, last))
+            ids = from_device(batch.input_ids, feed.device["source"], self.tokens)
+            fed = replace(batch, input_ids=ids.clamp(0, self.target.vocab_size - 1))
             output = self.target.forward(fed)
-            self._keep(output)
+            if not key.feeds:
+                self._keep(output)
             logits = self.target.logits(output.hidden_states)
             assert logits is not None
             found = decide(process_rows(logits, inputs, {}), inputs, law, self._simulated)
-            if follows:  # a token of each request comes first in `found`; none is -1
-                committed = found[:num_requests].clamp(min=0)
-                self.last_token_ids.index_copy_(0, feed.device["slots"], committed)
+            self._go_on(key, feed, fed, output, found)
             return found
 
         decided = torch.empty_like(warm_up(step, self.device))
@@ -261,6 +290,28 @@ class StepGraphs:
         self._captured[key] = captured
         logger.debug("captured %s in %.2f s", key, time.perf_counter() - start)
         return captured
+
+    def _go_on(
+        self,
+        key: _Key,
+        feed: PackedTensors,
+        batch: ForwardBatch,
+        output: ForwardOutput,
+        found: Tensor,
+    ) -> None:
+        """Leave for the next step what it needs of this one, before the host has seen it."""
+        n, width, slots = key.num_requests, key.width + 1, feed.device["slots"]
+        # Tokens of each request come first in what was found, then how many drafts it accepted.
+        committed, accepted = found[: n * width].clamp(min=0), found[n * width : n * (width + 1)]
+        if key.width == 0 and key.verify.reject is None:
+            self.tokens[:, 0].index_copy_(0, slots, committed)
+        if key.feeds:
+            # Rows after the last accepted draft are fed what comes: the next steps write over them.
+            assert self.feed_head is not None
+            assert batch.cu_query_lens is not None
+            following = committed.index_select(0, feed.device["decided_at"])
+            last = batch.cu_query_lens[:-1] + accepted
+            self.feed_head(batch, output, following, last, slots)
 
     def _keep(self, output: ForwardOutput) -> None:
         """Copy what the drafter reads to where every graph of this engine leaves it."""

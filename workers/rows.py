@@ -24,6 +24,7 @@ class Rows:
     drafts: list[list[int]]  # batch x [k]
     slot: NDArray[np.int64]  # [rows]
     position: NDArray[np.int64]  # [rows], of the token that the row decides
+    offset: NDArray[np.int64]  # [rows], of the row in its request
     starts: list[int]  # [batch] first row of each
 
     @staticmethod
@@ -39,6 +40,7 @@ class Rows:
             drafts=drafts,
             slot=np.repeat(np.array(slots), counts),
             position=np.repeat(np.array(first), counts) + offsets,
+            offset=offsets,
             starts=starts.tolist(),
         )
 

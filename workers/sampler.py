@@ -107,7 +107,7 @@ def decide(
         )
         output, accepted, invalid, _ = dispatch.verify_match(
             target_token_ids,
-            inputs["walk.drafts"],
+            inputs.drafts("walk"),
             inputs["walk.cu_num_draft_tokens"],
             row_valid,
             max_draft_tokens=walk.width,
@@ -145,7 +145,7 @@ def _reject(
     assert len(draft_law.logits) == part.num_drafts
     return dispatch.verify_rejection(
         law,
-        inputs["reject.drafts"],
+        inputs.drafts("reject"),
         inputs["reject.cu_num_draft_tokens"],
         draft_logits=draft_law.logits,
         draft_inv_temperature=draft_law.inv_temperature,

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from spectrue.workers.core import SchedulerOutput, SlotOutput, StepOutput
-from spectrue.workers.drafters.base import Drafter, DraftProposal
+from spectrue.workers.drafters.base import Drafter, fill_in, split
 from spectrue.workers.forward_batch import ForwardBatch
 from spectrue.workers.graphs import StepGraphs
 from spectrue.workers.input_buffers import InputBuffers
@@ -54,7 +53,7 @@ def start_step(
 
     # Propose k tokens each, x_1 .. x_k.
     proposal = drafter.propose(plan, buffers)
-    drafts = _split(proposal)
+    drafts = split(proposal)
     t1 = time.perf_counter()
 
     # One target forward: the tokens that have no KV yet, then the drafts. Then, on rank 0, accept a
@@ -64,6 +63,8 @@ def start_step(
     in_flight = None if graphs is None else graphs.launch(plan, drafts, proposal)
     result: VerifyResult | None = None
     if in_flight is None:
+        if proposal.fetch is not None:
+            fill_in(drafts, proposal.fetch())
         batch, rows = _target_batch(plan, buffers, drafts, target)
         output = target.forward(batch)
         logits = target.logits(output.hidden_states[rows])
@@ -95,12 +96,6 @@ def start_step(
         )
 
     return finish
-
-
-def _split(proposal: DraftProposal) -> list[list[int]]:
-    token_ids = proposal.token_ids.tolist()
-    ends = list(accumulate(proposal.num_draft_tokens))
-    return [token_ids[e - k : e] for e, k in zip(ends, proposal.num_draft_tokens, strict=True)]
 
 
 def _target_batch(

@@ -47,6 +47,7 @@ class VerifyShape:
     cuts: bool  # some row has top_k, top_p or min_p
     walk: PartShape | None
     reject: PartShape | None
+    on_device: bool = False  # the drafts are, and not known on the host yet
 
     @property
     def greedy(self) -> bool:
@@ -75,9 +76,11 @@ class VerifyShape:
                 else None
             )
         sampled = [slot for slot in rows.slots if buffers.temperature[slot] > 0]
-        return VerifyShape(len(rows.slot), any(buffers.cut[slot] for slot in sampled), *parts)
+        walk, reject = parts
+        cuts = any(buffers.cut[slot] for slot in sampled)
+        return VerifyShape(len(rows.slot), cuts, walk, reject)
 
-    def padded(self, num_requests: int, width: int) -> VerifyShape:
+    def padded(self, num_requests: int, width: int, on_device: bool = False) -> VerifyShape:
         """The shape of a graph that can run this step."""
 
         def pad(part: PartShape | None) -> PartShape | None:
@@ -94,14 +97,20 @@ class VerifyShape:
             )
 
         rows = num_requests * (width + 1)
-        return VerifyShape(rows, self.cuts, pad(self.walk), pad(self.reject))
+        return VerifyShape(rows, self.cuts, pad(self.walk), pad(self.reject), on_device)
 
 
 class VerifyInputs:
     """Rows, keys and drafts of a step. Filled on the host, read on the device."""
 
-    def __init__(self, shape: VerifyShape, device: torch.device) -> None:
+    def __init__(
+        self,
+        shape: VerifyShape,
+        device: torch.device,
+        tokens: Tensor | None = None,  # [slots, k + 1] int64: where drafts on the device are
+    ) -> None:
         self.shape = shape
+        self._tokens = tokens
         fields: dict[str, tuple[torch.dtype, int]] = {}
         if not shape.greedy:
             fields["temperature"] = torch.float32, shape.num_rows
@@ -110,6 +119,8 @@ class VerifyInputs:
         for name, part in self.parts.items():
             fields[f"{name}.cu_num_draft_tokens"] = torch.int64, part.num_requests
             fields[f"{name}.drafts"] = torch.int64, part.num_drafts
+            if shape.on_device:
+                fields[f"{name}.source"] = torch.int64, part.num_drafts
             fields |= {f"{name}.{key}": (torch.int64, part.num_rows) for key in _KEYS}
             if not part.whole:
                 fields[f"{name}.index"] = torch.int64, part.num_rows
@@ -134,6 +145,10 @@ class VerifyInputs:
     def keys(self, name: str) -> tuple[Tensor, Tensor, Tensor]:
         seed, choice, position = (self[f"{name}.{key}"] for key in _KEYS)
         return seed, choice, position
+
+    def drafts(self, name: str) -> Tensor:
+        drafts, source = self[f"{name}.drafts"], self.get(f"{name}.source")
+        return drafts if source is None else from_device(drafts, source, self._tokens)
 
     def fill(self, buffers: InputBuffers, rows: Rows) -> None:
         """Write a step that the shape has room for. Does not upload."""
@@ -163,11 +178,24 @@ class VerifyInputs:
             if name == "walk":
                 kind = buffers.draw_kind.numpy()[slot[index]]
                 _put(host["walk.kind"], kind, dispatch.DRAW_ARGMAX)
-            else:
-                ends = np.cumsum([rows.num_drafts[b] + 1 for b in batch]) - 1
-                has_draft = np.ones(len(index), dtype=bool)
-                has_draft[ends] = False
+            has_draft = np.ones(len(index), dtype=bool)
+            has_draft[np.cumsum([rows.num_drafts[b] + 1 for b in batch]) - 1] = False
+            if name == "reject":
                 _put_all(host, "coin", {k: v[has_draft] for k, v in keys.items()})
+            if self.shape.on_device:
+                assert self._tokens is not None
+                source = slot[index] * self._tokens.shape[1] + rows.offset[index] + 1
+                _put(host[f"{name}.source"], source[has_draft], -1)
+
+
+def from_device(
+    values: Tensor,  # [n] int64
+    source: Tensor,  # [n] int64, where in `tokens` the value is; -1: it is the one given
+    tokens: Tensor | None,  # any shape, int64
+) -> Tensor:  # [n] int64
+    assert tokens is not None
+    found = tokens.view(-1).index_select(0, source.clamp(min=0))
+    return torch.where(source >= 0, found, values)
 
 
 def _put(to: NDArray[np.generic], values: NDArray[np.generic] | list[int], padding: float) -> None:

@@ -158,9 +158,7 @@ class Worker:
             reason = "models that run by transformers' code are not captured"
             decisions.append(Decision("enable_graphs", "false", reason))
             return None
-        if isinstance(self.drafter, EagleDrafter):
-            self.drafter.use_graphs()
-        return StepGraphs(
+        graphs = StepGraphs(
             self.target,
             self.buffers,
             device=model.device,
@@ -168,6 +166,9 @@ class Worker:
             law=self.drafter.law,
             keep_hidden_states=self.drafter.needs_hidden_states,
         )
+        if isinstance(self.drafter, EagleDrafter):
+            self.drafter.use_graphs(graphs)
+        return graphs
 
     @torch.inference_mode()
     def _self_check(

@@ -80,8 +80,6 @@ def worker_of(engine: Engine) -> Worker:
 def graphed(engine: Engine) -> Engine:
     worker = worker_of(engine)
     if worker.graphs is None:
-        if isinstance(worker.drafter, EagleDrafter):
-            worker.drafter.use_graphs()
         worker.graphs = StepGraphs(
             worker.target,
             worker.buffers,
@@ -90,6 +88,8 @@ def graphed(engine: Engine) -> Engine:
             law=worker.drafter.law,
             keep_hidden_states=worker.drafter.needs_hidden_states,
         )
+        if isinstance(worker.drafter, EagleDrafter):
+            worker.drafter.use_graphs(worker.graphs)
     return engine
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -46,6 +47,9 @@ class DraftProposal:
     num_draft_tokens: tuple[int, ...]  # per scheduled request, at most its k
     token_ids: Tensor  # [num_drafts] int64, flattened in batch order
     law: DraftLaw | None = None
+    # They are on the device, where `StepGraphs.tokens` is. Until this is called `token_ids` says
+    # nothing; it waits for them and returns them.
+    fetch: Callable[[], Tensor] | None = None
 
     @staticmethod
     def empty(plan: SchedulerOutput) -> DraftProposal:
@@ -53,6 +57,22 @@ class DraftProposal:
             num_draft_tokens=(0,) * len(plan.scheduled),
             token_ids=torch.empty(0, dtype=torch.int64),
         )
+
+
+def split(proposal: DraftProposal) -> list[list[int]]:
+    """The drafts of each request; of drafts not fetched yet only their number is right."""
+    if proposal.fetch is not None:
+        return [[-1] * k for k in proposal.num_draft_tokens]
+    drafts: list[list[int]] = [[-1] * k for k in proposal.num_draft_tokens]
+    fill_in(drafts, proposal.token_ids)
+    return drafts
+
+
+def fill_in(drafts: list[list[int]], token_ids: Tensor) -> None:
+    """Put flat `token_ids` into lists that have the right lengths."""
+    flat = iter(token_ids.tolist())
+    for draft in drafts:
+        draft[:] = [next(flat) for _ in draft]
 
 
 class Drafter(Protocol):

@@ -19,6 +19,7 @@ from spectrue.workers.drafters.base import DraftLaw, DraftProposal
 from spectrue.workers.drafters.chain import ChainDraws, DraftCuts
 from spectrue.workers.drafters.eagle_graphs import EagleGraphs
 from spectrue.workers.forward_batch import ForwardBatch, ForwardOutput
+from spectrue.workers.graphs import StepGraphs
 from spectrue.workers.input_buffers import InputBuffers
 from spectrue.workers.model_runner import HeadRunner
 from spectrue.workers.parallel import TPGroup
@@ -111,7 +112,7 @@ class EagleDrafter:
                 rows.append(row)
                 buffers.num_draft_computed[s.slot] = end
             row += query_len
-        if not slots:
+        if not slots or output.fed:
             return
         if self.graphs is not None and self.graphs.extend(
             buffers, output, slots, starts, counts, rows
@@ -132,15 +133,17 @@ class EagleDrafter:
         last = torch.tensor(list(accumulate(counts))) - 1
         self.hidden[slots] = self.runner.forward(fed, hidden)[last.to(self.runner.device)]
 
-    def use_graphs(self) -> None:
+    def use_graphs(self, steps: StepGraphs) -> None:
         """Capture what can be, from the next step on: the buffers must be the final ones."""
         self.graphs = EagleGraphs(
             self.runner,
             self.draws,
             self.hidden,
+            steps.tokens,
             k=self.k,
             max_num_seqs=len(self.hidden) - 1,
         )
+        steps.feed_head = self.graphs.feed
 
     def _ready(self, buffers: InputBuffers, slot: int) -> bool:
         """Whether the head has seen all that is committed. Depends on the committed past alone."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -81,11 +81,14 @@ class EagleGraphs:
         runner: HeadRunner,
         draws: ChainDraws,
         hidden: Tensor,  # [max_num_seqs + 1, hidden]
+        tokens: Tensor,  # [max_num_seqs + 1, k + 1] int64, of `StepGraphs`: drafts go to 1 .. k
         *,
         k: int,
         max_num_seqs: int,
     ) -> None:
         self.runner, self.draws, self.hidden, self.k = runner, draws, hidden, k
+        self.tokens = tokens
+        self._drafted = torch.cuda.Event()
         self.device = runner.device
         self.sizes = batch_buckets(max_num_seqs)
         self.fallbacks: Counter[str] = Counter()  # by reason
@@ -122,14 +125,19 @@ class EagleGraphs:
         chain.inputs.upload()
         chain.graph.replay()
         chain.on_host.copy_(chain.token_ids, non_blocking=True)
-        torch.cuda.current_stream(self.device).synchronize()
-        drafted = dict(zip(active, chain.on_host.t().tolist(), strict=False))
-        token_ids = [token for i, k in enumerate(ks) if k for token in drafted[i][:k]]
+        self._drafted.record()
         num_law = sum(ks[i] for i, law in zip(active, has_law, strict=True) if law)
+
+        def fetch() -> Tensor:
+            self._drafted.synchronize()
+            drafted = chain.on_host.t()  # by active request
+            return torch.cat([drafted[row, : ks[i]] for row, i in enumerate(active)])
+
         return DraftProposal(
             num_draft_tokens=tuple(ks),
-            token_ids=torch.tensor(token_ids, dtype=torch.int64),
+            token_ids=torch.empty(0, dtype=torch.int64),
             law=self.draws.law.first(num_law),
+            fetch=fetch,
         )
 
     def _fill_chain(
@@ -212,6 +220,7 @@ class EagleGraphs:
 
         def step() -> None:
             hidden = self.hidden.index_select(0, at["slots"])
+            first = at["slots"] * self.tokens.shape[1] + 1
             for depth in range(key.depth):
                 if depth:
                     batch = ForwardBatch(
@@ -232,6 +241,7 @@ class EagleGraphs:
                         logits, key, inputs, of("noise_position", depth), of("law_row", depth)
                     )
                 )
+                self.tokens.view(-1).index_copy_(0, first + depth, token_ids[depth])
 
         warm_up(step, self.device)
         chain = _Chain(
@@ -284,6 +294,19 @@ class EagleGraphs:
         return draft_ids if vocab is None else vocab.target_ids.index_select(0, draft_ids)
 
     # -- feeding ----------------------------------------------------------------------------------
+
+    def feed(
+        self,
+        batch: ForwardBatch,  # the target's
+        output: ForwardOutput,
+        following: Tensor,  # [num_tokens] int64, the token after each of the batch
+        last: Tensor,  # [requests] int, row of the last that is committed
+        slots: Tensor,  # [requests] int64
+    ) -> None:
+        """Within the graph of a step: what it computed, of every row. No host synchronisation."""
+        batch = replace(batch, input_ids=following)
+        out = self.runner.forward(batch, self.runner.combine(output))
+        self.hidden.index_copy_(0, slots, out.index_select(0, last))
 
     def extend(
         self,
