@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -247,18 +248,14 @@ def _simulate(
 ) -> None:
     """Put a made-up number of accepted drafts, and the target's token after them, in place of the
     walk's result (`workers/simulate.py`). Rows that are no law keep the real one."""
-    slot = torch.tensor([rows.slots[b] for b in batch])
-    first = torch.from_numpy(rows.position[[rows.starts[b] for b in batch]])
-    # match uses no coins: theirs are free.
-    uniforms = dispatch.uniform(
-        buffers.seed[slot], buffers.choice[slot], first, dispatch.STREAM_COIN
-    )
     targets, valid, start = part.target_token_ids, part.row_valid, 0
     assert targets is not None
     assert valid is not None
     rates = buffers.resolved.simulated_acceptance
-    for b, uniform in zip(batch, uniforms.tolist(), strict=True):
-        drafts = rows.drafts[b]
+    for b in batch:
+        drafts, slot = rows.drafts[b], rows.slots[b]
+        key = buffers.seed[slot].item(), buffers.choice[slot].item(), rows.position[rows.starts[b]]
+        uniform = random.Random(str(key)).random()
         n = num_simulated(rates, uniform, drafts, vocab_size)
         if all(valid[start : start + n + 1]) and not result.invalid[b]:
             result.token_ids[b] = [*drafts[:n], targets[start + n]]

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from spectrue.kernels import dispatch
@@ -164,31 +165,31 @@ class EagleGraphs:
             host["top_k"][:n] = np.where((top_k <= 0) | (top_k > cuts.top_k), cuts.top_k, top_k)
         host["top_p"][:n] = np.minimum(buffers.top_p.numpy()[slots], cuts.top_p)
         committed = np.array([buffers.num_tokens[slot] for slot in slots])
-        tables = buffers.block_tables.numpy()
-        used = -(-int(committed.max() + key.depth) // size)
+        tables = buffers.block_tables.numpy()[slots]
         width = tables.shape[1]
-        used = min(used, width)
-        host["block_tables"].reshape(-1, width)[:n, :used] = tables[slots, :used]
-        law_row = np.cumsum([k * law for k, law in zip(ks, has_law, strict=True)])
-        law_row -= [k * law for k, law in zip(ks, has_law, strict=True)]
-        spare = len(self.draws.law.logits) - 1
-        for depth in range(key.depth):
-            drafts = np.array(ks) > depth
-            at = slice(depth * key.num_requests, (depth + 1) * key.num_requests)
-            host["noise_position"][at][:n] = committed + depth
-            rows = host["law_row"][at]
-            rows[:] = spare
-            rows[:n] = np.where(drafts & np.array(has_law), law_row + depth, spare)
-            if not depth:
-                continue
-            # Who drafts on is fed its last draft; the others' KV goes nowhere.
-            position = committed + depth - 2
-            block = tables[slots, np.minimum(position // size, width - 1)].astype(np.int64)
-            slot_mapping = host["slot_mapping"][at]
-            slot_mapping[:] = -1
-            slot_mapping[:n] = np.where(drafts, block * size + position % size, -1)
-            host["positions"][at][:n] = position
-            host["kv_lens"][at][:n], host["kv_lens"][at][n:] = position + 1, 0
+        used = min(-(-int(committed.max() + key.depth) // size), width)
+        host["block_tables"].reshape(-1, width)[:n, :used] = tables[:, :used]
+
+        def of_depths(name: str) -> NDArray[np.generic]:  # [depth, requests]
+            return host[name].reshape(key.depth, key.num_requests)
+
+        depth = np.arange(key.depth)[:, None]
+        drafts = np.array(ks) > depth  # [depth, n]
+        of_depths("noise_position")[:, :n] = committed + depth
+        law = np.array(has_law)
+        first_row = np.cumsum(ks * law) - ks * law
+        rows = of_depths("law_row")
+        rows[:, :n] = np.where(drafts & law, first_row + depth, len(self.draws.law.logits) - 1)
+        rows[:, n:] = len(self.draws.law.logits) - 1
+        # Who drafts on is fed its last draft; the others' KV goes nowhere. (Nothing at depth 0.)
+        position = np.maximum(committed + depth - 2, 0)
+        block = tables[np.arange(n), np.minimum(position // size, width - 1)].astype(np.int64)
+        slot_mapping = of_depths("slot_mapping")
+        slot_mapping[:, :n] = np.where(drafts, block * size + position % size, -1)
+        slot_mapping[:, n:] = -1
+        of_depths("positions")[:, :n] = position
+        kv_lens = of_depths("kv_lens")
+        kv_lens[:, :n], kv_lens[:, n:] = position + 1, 0
 
     def _capture_chain(self, key: _ChainKey, buffers: InputBuffers) -> _Chain:
         n, total = key.num_requests, key.num_requests * key.depth
