@@ -12,6 +12,7 @@ CONFIG ?=
 TORCH_INDEX ?=
 ARGS ?=
 PYTEST_ARGS ?=
+TEST_PROCESSES ?= 2
 
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
@@ -72,8 +73,11 @@ tools:
 export TRITON_DEFAULT_FP_FUSION ?= 1
 KERNEL_TESTS = $(TEST_ENV) $(BIN)/python -m pytest tests/kernels -p no:cacheprovider -q
 
+# What starts a Ray is one group, so that two never run at once.
+IN_PARALLEL = -n $(TEST_PROCESSES) --dist loadgroup
+
 test: install-test tools
-	$(TEST_ENV) $(BIN)/python -m pytest -m "not slow" $(PYTEST_ARGS)
+	$(TEST_ENV) $(BIN)/python -m pytest -m "not slow" $(IN_PARALLEL) $(PYTEST_ARGS)
 	$(MAKE) ladder
 
 # The kernels where there is no GPU: in Triton's interpreter, and as AMD code executed on the CPU.
@@ -89,7 +93,7 @@ ladder: install-test
 
 # Everything that the ladder leaves out: hours.
 ladder-full: install-test
-	$(TEST_ENV) $(BIN)/python -m pytest tests/amdgcn tests/kernels -q
+	$(TEST_ENV) $(BIN)/python -m pytest tests/amdgcn tests/kernels -q $(IN_PARALLEL)
 	TRITON_INTERPRET=1 SPECTRUE_TEST_BACKEND=interpret $(KERNEL_TESTS) -W ignore
 	for arch in gfx942 gfx950 gfx90a; do SPECTRUE_TEST_BACKEND=$$arch $(KERNEL_TESTS) || exit 1; done
 

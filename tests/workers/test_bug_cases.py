@@ -57,13 +57,13 @@ def worker_of(engine: Engine) -> Worker:
     ],
 )
 def test_histogram_of_the_first_tokens_is_the_law(config: SpeculativeConfig, seeded: bool) -> None:
-    """With the real noise: the step's first two tokens over 20,000 seeds, by chi-square."""
+    """With the real noise: the step's first two tokens over 5,000 seeds, by chi-square."""
     setup = toy.Setup(
         config=config,
         params=SamplingParams(top_p=0.95, seed=1 if seeded else None),
         prompt=(1, 2, 3, 1, 2),
     )
-    n = 20_000
+    n = 5_000
     outputs = toy.run_step(setup, setup.prompt, [{}] * n, scripted=False)
     first = Counter(tokens[0] for tokens in outputs)
     law = setup.target_law(setup.prompt)
@@ -71,7 +71,7 @@ def test_histogram_of_the_first_tokens_is_the_law(config: SpeculativeConfig, see
     # The second, of those steps that had one: the law after the first, not another.
     for token in first:
         second = Counter(t[1] for t in outputs if t[0] == token and len(t) > 1)
-        if sum(second.values()) > 500:
+        if sum(second.values()) > 200:
             law = setup.target_law((*setup.prompt, token))
             p = chi_square(second, dict(enumerate(law)), sum(second.values()))
             assert p > 1e-4

@@ -59,17 +59,17 @@ def test_seeded_text_depends_on_the_seed_alone(
     requests = [
         make_request(f"r{i}", p, seed=11 + i, choice=i % 2, **params) for i, p in enumerate(PROMPTS)
     ]
-    want = [complete(plain, r)[0] for r in requests]
-    assert len({tuple(w.token_ids) for w in want}) == len(want)
-    for k in (1, 2, 3, 5):
+    want = [complete(plain, r)[0].token_ids for r in requests]
+    assert len({tuple(w) for w in want}) == len(want)
+    crowd = [make_request(f"n{i}", LOOP, temperature=1.2) for i in range(3)]
+    for k in (3, 1, 5) if not params else (3,):
         engine = make_engine(tiny_llama, drafter, k, other_llama)
-        for r, w in zip(requests, want, strict=True):
-            assert complete(engine, r)[0].token_ids == w.token_ids
-        crowd = [make_request(f"n{i}", LOOP, temperature=1.2) for i in range(3)]
         together = complete(engine, *requests, *crowd)
-        assert [c.token_ids for c in together[: len(want)]] == [w.token_ids for w in want]
-        one = make_request("own-k", PROMPTS[0], seed=11, num_speculative_tokens=1, **params)
-        assert complete(engine, one)[0].token_ids == want[0].token_ids
+        assert [c.token_ids for c in together[: len(want)]] == want
+    if not params:
+        assert [complete(engine, r)[0].token_ids for r in requests] == want
+    one = make_request("own-k", PROMPTS[0], seed=11, num_speculative_tokens=1, **params)
+    assert complete(engine, one)[0].token_ids == want[0]
 
 
 def test_reproducible_seeds_nothing_but_depends_on_it(tiny_llama: Path, other_llama: Path) -> None:
@@ -183,7 +183,7 @@ def test_random_aborts_lose_nothing(tiny_llama: Path, other_llama: Path) -> None
         f"r{i}": make_request(
             f"r{i}", rng.choice(PROMPTS), temperature=rng.choice([0.0, 1.0]), seed=i
         )
-        for i in range(40)
+        for i in range(30)
     }
     done = {name: Completion(name) for name in requests}
     todo = list(requests)
@@ -201,11 +201,11 @@ def test_random_aborts_lose_nothing(tiny_llama: Path, other_llama: Path) -> None
     assert engine.blocks.num_used == 0
     reasons = [c.finish_reason for c in done.values()]
     assert None not in reasons
-    assert 3 < reasons.count("abort") < 37
-    for name, completion in done.items():
-        want = complete(plain, requests[name])[0].token_ids
-        assert completion.token_ids == want[: len(completion.token_ids)]
-        assert completion.finish_reason == "abort" or len(completion.token_ids) == len(want)
+    assert 3 < reasons.count("abort") < 27
+    for want in complete(plain, *requests.values()):
+        got = done[want.request_id]
+        assert got.token_ids == want.token_ids[: len(got.token_ids)]
+        assert got.finish_reason == "abort" or len(got.token_ids) == len(want.token_ids)
 
 
 def test_the_queue_is_bounded(tiny_llama: Path) -> None:
