@@ -40,6 +40,7 @@ class BenchResult:
     temperature: float
     drafter: str
     num_output_tokens: int
+    num_cut_short: int  # prompts with which the context ends before max_tokens
     seconds: float
     tokens_per_second: float
     accept_length: float
@@ -93,6 +94,8 @@ def run_batch(
         )
         for i, prompt in enumerate(prompts)
     ]
+    limit = engine.info.max_model_len - params.max_tokens
+    num_cut_short = sum(len(request.prompt_token_ids) > limit for request in todo)
     before = asdict(engine.stats)
     start = time.perf_counter()
     while todo or engine.num_unfinished:
@@ -107,6 +110,7 @@ def run_batch(
         temperature=params.temperature,
         drafter=engine.info.resolved.drafter,
         num_output_tokens=stats["num_committed_tokens"],
+        num_cut_short=num_cut_short,
         seconds=seconds,
         tokens_per_second=stats["num_committed_tokens"] / seconds,
         accept_length=accept_length(stats["num_accepted_tokens"], stats["num_verify_steps"]),
@@ -182,6 +186,12 @@ def run(
     used = ", ".join(f"{depth}: {steps}" for depth, steps in sorted(depths.items()))
     table.add_row("steps by depth", used or "no drafts")
     table.add_row("output tokens", f"{result.num_output_tokens}")
+    if result.num_cut_short:
+        table.add_row(
+            "cut short",
+            f"{result.num_cut_short} of {len(prompts)} by the context of "
+            f"{engine.info.max_model_len}, not by --max-tokens {max_tokens}",
+        )
     table.add_row("tokens/s", f"{result.tokens_per_second:.1f}")
     table.add_row("accept length", f"{result.accept_length:.3f}")
     table.add_row("steps", f"{result.steps}, {1e3 * result.seconds / result.steps:.2f} ms each")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from importlib import metadata
+from inspect import Parameter, signature
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -37,58 +39,76 @@ def _root(
     """Exact speculative decoding on Ray Serve."""
 
 
-Model = Annotated[
-    str | None, typer.Option(help="A name, a folder with config.json, or a .gguf file.")
-]
-Drafter = Annotated[
-    str | None, typer.Option(help="none, ngram, draft_model, eagle, eagle3 or mtp.")
-]
-K = Annotated[
-    int | None, typer.Option(help="k, the most draft tokens that a request gets in a step.")
-]
-Depth = Annotated[
-    str | None, typer.Option(help="fixed, or adaptive: each step's k by what is measured.")
-]
-DraftModel = Annotated[
-    str | None, typer.Option(help="The drafter's checkpoint; alone, sets --drafter draft_model.")
-]
-VerifyMethod = Annotated[str | None, typer.Option(help="auto, match or rejection.")]
-DraftSampling = Annotated[str | None, typer.Option(help="auto, greedy, sampled or coupled.")]
-Reproducible = Annotated[
-    bool | None,
-    typer.Option("--reproducible/--no-reproducible", help="Text depends on the seed alone."),
-]
-DType = Annotated[str | None, typer.Option(help="auto, bfloat16, float16 or float32.")]
-MaxModelLen = Annotated[int | None, typer.Option(help="Tokens of prompt and output together.")]
-MaxNumSeqs = Annotated[int | None, typer.Option(help="Requests that run at once.")]
-CpuThreads = Annotated[int | None, typer.Option(help="Per rank.")]
+SPECULATIVE = SpeculativeConfig.__dataclass_fields__.keys()
+
+# Flags of every command that runs an engine. All are None where they are not given.
+ENGINE_FLAGS: dict[str, Any] = {
+    "model": Annotated[
+        str | None, typer.Option(help="A name, a folder with config.json, or a .gguf file.")
+    ],
+    "drafter": Annotated[
+        str | None, typer.Option(help="none, ngram, draft_model, eagle, eagle3 or mtp.")
+    ],
+    "num_speculative_tokens": Annotated[
+        int | None, typer.Option(help="k, the most draft tokens that a request gets in a step.")
+    ],
+    "depth": Annotated[
+        str | None, typer.Option(help="fixed, or adaptive: each step's k by what is measured.")
+    ],
+    "draft_model": Annotated[
+        str | None,
+        typer.Option(help="The drafter's checkpoint; alone, sets --drafter draft_model."),
+    ],
+    "verify_method": Annotated[str | None, typer.Option(help="auto, match or rejection.")],
+    "draft_sampling": Annotated[str | None, typer.Option(help="auto, greedy, sampled or coupled.")],
+    "dtype": Annotated[str | None, typer.Option(help="auto, bfloat16, float16 or float32.")],
+    "max_model_len": Annotated[
+        int | None, typer.Option(help="Tokens of prompt and output together.")
+    ],
+    "cpu_threads": Annotated[int | None, typer.Option(help="Per rank.")],
+}
+
+
+def engine_flags(command: Callable[..., None]) -> Callable[..., None]:
+    """Gives a command ENGINE_FLAGS; those that were given reach it as the dict `engine`."""
+
+    def run(**values: Any) -> None:
+        engine = {name: values.pop(name) for name in ENGINE_FLAGS}
+        command(engine={name: v for name, v in engine.items() if v is not None}, **values)
+
+    own = signature(command, eval_str=True)
+    parameters = [p for name, p in own.parameters.items() if name != "engine"]
+    parameters += [
+        Parameter(name, Parameter.KEYWORD_ONLY, default=None, annotation=kind)
+        for name, kind in ENGINE_FLAGS.items()
+    ]
+    # What typer reads of a command.
+    run.__name__, run.__doc__ = command.__name__, command.__doc__
+    run.__annotations__ = {p.name: p.annotation for p in parameters}
+    run.__signature__ = own.replace(parameters=parameters)  # type: ignore[attr-defined]
+    return run
 
 
 @app.command()
+@engine_flags
 def serve(
+    engine: dict[str, Any],
     config: Annotated[Path | None, typer.Option(help="A YAML file like default.yaml.")] = None,
-    model: Model = None,
     served_model_name: Annotated[str | None, typer.Option(help="What clients ask for.")] = None,
     host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,
     port: Annotated[int | None, typer.Option(help="Port to listen on.")] = None,
-    drafter: Drafter = None,
-    num_speculative_tokens: K = None,
-    depth: Depth = None,
-    draft_model: DraftModel = None,
-    verify_method: VerifyMethod = None,
-    draft_sampling: DraftSampling = None,
-    reproducible: Reproducible = None,
+    reproducible: Annotated[
+        bool | None,
+        typer.Option("--reproducible/--no-reproducible", help="Text depends on the seed alone."),
+    ] = None,
     strict_draft: Annotated[
         bool | None,
         typer.Option(
             "--strict-draft/--no-strict-draft", help="Refuse a head that fails its check."
         ),
     ] = None,
-    dtype: DType = None,
     tp_size: Annotated[int | None, typer.Option(help="Ranks that share the model.")] = None,
-    max_model_len: MaxModelLen = None,
-    max_num_seqs: MaxNumSeqs = None,
-    cpu_threads: CpuThreads = None,
+    max_num_seqs: Annotated[int | None, typer.Option(help="Requests that run at once.")] = None,
     allow_simulated_acceptance: Annotated[
         bool,
         typer.Option(
@@ -100,28 +120,17 @@ def serve(
     from spectrue.deploy.config import load_config
     from spectrue.deploy.serve_local import serve_local
 
-    speculative = {
-        "drafter": drafter,
-        "num_speculative_tokens": num_speculative_tokens,
-        "depth": depth,
-        "draft_model": draft_model,
-        "verify_method": verify_method,
-        "draft_sampling": draft_sampling,
+    engine |= {
+        "served_model_name": served_model_name,
         "reproducible": reproducible,
         "strict_draft": strict_draft,
-    }
-    engine = {
-        "model": model,
-        "served_model_name": served_model_name,
-        "dtype": dtype,
         "tp_size": tp_size,
-        "max_model_len": max_model_len,
         "max_num_seqs": max_num_seqs,
-        "cpu_threads": cpu_threads,
     }
     flags: dict[str, Any] = {"serve.host": host, "serve.port": port}
-    flags |= {f"engine.{name}": value for name, value in engine.items()}
-    flags |= {f"engine.speculative.{name}": value for name, value in speculative.items()}
+    for name, value in engine.items():
+        section = "engine.speculative" if name in SPECULATIVE else "engine"
+        flags[f"{section}.{name}"] = value
     settings = load_config(config, flags)
     if settings.engine.speculative.simulates and not allow_simulated_acceptance:
         raise ConfigError(
@@ -132,12 +141,13 @@ def serve(
 
 
 @app.command()
+@engine_flags
 def generate(
+    engine: dict[str, Any],
     prompt: Annotated[str, typer.Argument(help="The text to continue, or the user's message.")],
     chat: Annotated[
         bool, typer.Option("--chat/--raw", help="Through the chat template, or as it is.")
     ] = True,
-    model: Model = None,
     max_tokens: Annotated[
         int | None, typer.Option(min=1, help="Default: 256, or less where the context ends.")
     ] = None,
@@ -147,30 +157,11 @@ def generate(
     min_p: float = 0.0,
     seed: int | None = None,
     stop: Annotated[list[str] | None, typer.Option(help="May be given more than once.")] = None,
-    drafter: Drafter = None,
-    num_speculative_tokens: K = None,
-    draft_model: DraftModel = None,
-    verify_method: VerifyMethod = None,
-    draft_sampling: DraftSampling = None,
-    dtype: DType = None,
-    max_model_len: MaxModelLen = None,
-    cpu_threads: CpuThreads = None,
 ) -> None:
     """Complete one prompt in this process, without Ray, and print the text as it comes."""
     from spectrue.deploy.generate import generate as run
     from spectrue.workers.core import SamplingParams
 
-    config = _engine_config(
-        model,
-        drafter,
-        num_speculative_tokens,
-        draft_model,
-        verify_method=verify_method,
-        draft_sampling=draft_sampling,
-        dtype=dtype,
-        max_model_len=max_model_len,
-        cpu_threads=cpu_threads,
-    )
     params = SamplingParams(
         max_tokens=256 if max_tokens is None else max_tokens,
         temperature=temperature,
@@ -181,12 +172,13 @@ def generate(
         stop=tuple(stop or ()),
     )
     fit = max_tokens is None
-    run(config, prompt, params, chat=chat, console=Console(stderr=True), fit=fit)
+    run(_engine_config(engine), prompt, params, chat=chat, console=Console(stderr=True), fit=fit)
 
 
 @bench.command("engine")
+@engine_flags
 def bench_engine(
-    model: Model = None,
+    engine: dict[str, Any],
     batch_size: Annotated[int, typer.Option(min=1)] = 1,
     max_tokens: Annotated[int, typer.Option(min=1)] = 128,
     temperature: float = 0.0,
@@ -194,18 +186,9 @@ def bench_engine(
     prompts_file: Annotated[Path | None, typer.Option(help="JSON lines.")] = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos/--stop-at-eos")] = True,
     as_json: Annotated[bool, typer.Option("--json")] = False,
-    drafter: Drafter = None,
-    num_speculative_tokens: K = None,
-    depth: Depth = None,
-    draft_model: DraftModel = None,
-    verify_method: VerifyMethod = None,
-    draft_sampling: DraftSampling = None,
-    dtype: DType = None,
     load_format: Annotated[
         str | None, typer.Option(help="auto, or dummy: random weights of config.json's shapes.")
     ] = None,
-    max_model_len: MaxModelLen = None,
-    cpu_threads: CpuThreads = None,
     simulated_acceptance: Annotated[
         str | None, typer.Option(help="Made-up accept rates, one a draft: 0.8,0.6,0.45.")
     ] = None,
@@ -216,23 +199,13 @@ def bench_engine(
     """The engine alone: tokens/s, accept length, and the share of time outside the model."""
     from spectrue.deploy.bench_engine import run
 
-    config = _engine_config(
-        model,
-        drafter,
-        num_speculative_tokens,
-        draft_model,
-        verify_method=verify_method,
-        draft_sampling=draft_sampling,
-        depth=depth,
-        simulated_acceptance=_rates(simulated_acceptance),
-        simulated_accept_length=simulated_accept_length,
-        dtype=dtype,
-        load_format=load_format,
-        max_model_len=max_model_len,
-        cpu_threads=cpu_threads,
-    )
+    engine |= {
+        "load_format": load_format,
+        "simulated_acceptance": _rates(simulated_acceptance),
+        "simulated_accept_length": simulated_accept_length,
+    }
     run(
-        config,
+        _engine_config(engine),
         batch_size=batch_size,
         max_tokens=max_tokens,
         temperature=temperature,
@@ -246,7 +219,9 @@ def bench_engine(
 @bench.command("verify")
 def bench_verify(
     batch: Annotated[str | None, typer.Option(help="Requests in a step: 64,1.")] = None,
-    num_speculative_tokens: K = None,
+    num_speculative_tokens: Annotated[
+        int | None, typer.Option(help="k, the draft tokens of a request.")
+    ] = None,
     vocab_size: Annotated[str | None, typer.Option(help="Of the target: 128256,32000.")] = None,
     dtype: Annotated[str, typer.Option(help="Of the logits.")] = "bfloat16",
     json_file: Annotated[Path | None, typer.Option("--json", help="Write results here.")] = None,
@@ -270,38 +245,16 @@ def bench_verify(
     )
 
 
-def _engine_config(
-    model: str | None,
-    drafter: str | None,
-    num_speculative_tokens: int | None,
-    draft_model: str | None,
-    *,
-    verify_method: str | None,
-    draft_sampling: str | None,
-    depth: str | None = None,
-    simulated_acceptance: tuple[float, ...] | None = None,
-    simulated_accept_length: float | None = None,
-    **engine: Any,
-) -> EngineConfig:
-    """Without `deploy.config`, which needs pydantic and yaml."""
+def _engine_config(engine: dict[str, Any]) -> EngineConfig:
+    """Of flags by their settings' names. Without `deploy.config`, which needs pydantic and yaml."""
     from spectrue.workers.model_store import DEFAULT_MODEL
 
-    if draft_model is not None and drafter is None:
-        drafter = "draft_model"
-    speculative: dict[str, Any] = {
-        "drafter": drafter,
-        "num_speculative_tokens": num_speculative_tokens,
-        "draft_model": draft_model,
-        "verify_method": verify_method,
-        "draft_sampling": draft_sampling,
-        "depth": depth,
-        "simulated_acceptance": simulated_acceptance,
-        "simulated_accept_length": simulated_accept_length,
-    }
+    given = {name: value for name, value in engine.items() if value is not None}
+    speculative = {name: given.pop(name) for name in SPECULATIVE & given.keys()}
+    if "draft_model" in speculative:
+        speculative.setdefault("drafter", "draft_model")
     return EngineConfig(
-        model=model or DEFAULT_MODEL,
-        speculative=SpeculativeConfig(**_given(speculative)),
-        **_given(engine),
+        **{"model": DEFAULT_MODEL, **given}, speculative=SpeculativeConfig(**speculative)
     )
 
 
@@ -314,10 +267,6 @@ def _rates(text: str | None) -> tuple[float, ...] | None:
         raise ConfigError(
             f"--simulated-acceptance must be numbers with commas between, got {text!r}"
         ) from None
-
-
-def _given(values: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in values.items() if value is not None}
 
 
 def main() -> None:

@@ -6,8 +6,9 @@ The only place that reads the environment. `load_config` gives the frozen `Engin
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -168,7 +169,8 @@ def _environment(environ: Mapping[str, str]) -> dict[str, str]:
         if key.startswith(ENV_PREFIX) and key not in NOT_SETTINGS:
             if key not in names:
                 raise ConfigError(
-                    f"unknown environment variable {key}; valid are {', '.join(sorted(names))}"
+                    f"unknown environment variable {key}{_did_you_mean(key, names)}; "
+                    f"valid are {', '.join(sorted(names))}"
                 )
             found[names[key]] = value
     return found
@@ -234,14 +236,19 @@ def _validate(tree: dict[str, Any], source: str) -> Config:
         error = e.errors(include_url=False)[0]
         loc = [str(part) for part in error["loc"]]
         if error["type"] == "extra_forbidden":
-            section = ".".join(loc[:-1])
+            section, valid = ".".join(loc[:-1]), _keys(loc[:-1])
             raise ConfigError(
-                f"{source}: unknown setting {'.'.join(loc)}; valid under "
-                f"{section or 'the top level'} are {', '.join(_keys(loc[:-1]))}"
+                f"{source}: unknown setting {'.'.join(loc)}{_did_you_mean(loc[-1], valid)}; "
+                f"valid under {section or 'the top level'} are {', '.join(valid)}"
             ) from None
         raise ConfigError(
             f"{source}: {'.'.join(loc)}: {error['msg']}, got {shown(error['input'])}"
         ) from None
+
+
+def _did_you_mean(name: str, valid: Iterable[str]) -> str:
+    close = difflib.get_close_matches(name, list(valid), n=1, cutoff=0.8)
+    return f" (did you mean {close[0]}?)" if close else ""
 
 
 def _keys(path: list[str]) -> list[str]:

@@ -67,7 +67,7 @@ class LLMReplica:
         app.add_api_route("/v1/chat/completions", self.chat_completions, methods=["POST"])
         app.add_api_route("/v1/models", self.models, methods=["GET"])
         app.add_api_route("/v1/models/{model:path}", self.model, methods=["GET"])
-        app.add_api_route("/health", self.health, methods=["GET"])
+        app.add_api_route("/health", self.health, methods=["GET", "HEAD"])
         app.add_api_route("/tokenize", self.tokenize, methods=["POST"])
         return app
 

@@ -24,6 +24,7 @@ from spectrue.deploy.config import ServerConfig
 from spectrue.deploy.processes import Descendants
 from spectrue.workers.errors import ConfigError, SpectrueError
 from spectrue.workers.model_store import resolve_model
+from spectrue.workers.preflight import check_checkpoints
 
 APP = "spectrue"
 STATUS_PERIOD = 5.0  # seconds
@@ -103,6 +104,7 @@ def _with_local_model(config: ServerConfig, console: Console) -> ServerConfig:
         draft = resolve_model(speculative.draft_model, progress=report)
         speculative = replace(speculative, draft_model=str(draft))
     engine = engine.replace(model=str(path), served_model_name=engine.name, speculative=speculative)
+    check_checkpoints(engine)
     if engine.device == "auto" and engine.tp_size == 1 and _has_gpu():
         # Ray shows a rank the GPUs that it asked for, so the choice is made before.
         report("device = cuda: this machine has a GPU")

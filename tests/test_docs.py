@@ -180,6 +180,15 @@ def test_every_field_of_a_request_is_in_the_readme() -> None:
     assert fields - named == set()
 
 
+@pytest.mark.parametrize("section", ["engine", "engine.speculative", "serve"])
+def test_every_setting_is_in_the_readme(section: str) -> None:
+    """In the table of its section, which has no other."""
+    table = (ROOT / "README.md").read_text().split(f"| `{section}` |")[1].split("\n\n")[0]
+    named = re.findall(r"`(\w+)`", " ".join(re.findall(r"^\| (`.*?) \|", table, re.M)))
+    valid = [s.rpartition(".") for s in settings()]
+    assert sorted(named) == sorted(name for parent, _, name in valid if parent == section)
+
+
 def test_python_blocks_compile() -> None:
     for doc in DOCS:
         for block in code_blocks(doc.read_text(), "python"):

@@ -8,9 +8,11 @@ import re
 import socket
 import subprocess
 import sys
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from inspect import signature
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -47,9 +49,9 @@ def test_serve_flags_reach_the_settings(monkeypatch: pytest.MonkeyPatch, tmp_pat
     monkeypatch.setattr(serve_local, "serve_local", lambda config, console: seen.append(config))
     args = (
         "serve --model /m --served-model-name x --host 0.0.0.0 --port 81 --drafter draft_model "
-        "--num-speculative-tokens 2 --draft-model /d --verify-method match --draft-sampling "
-        "coupled --reproducible --strict-draft --dtype float32 --tp-size 2 --max-model-len 99 "
-        "--max-num-seqs 3 --cpu-threads 1"
+        "--num-speculative-tokens 2 --depth adaptive --draft-model /d --verify-method match "
+        "--draft-sampling coupled --reproducible --strict-draft --dtype float32 --tp-size 2 "
+        "--max-model-len 99 --max-num-seqs 3 --cpu-threads 1"
     )
     result = CliRunner().invoke(cli.app, args.split())
     assert result.exit_code == 0, result.output
@@ -60,6 +62,7 @@ def test_serve_flags_reach_the_settings(monkeypatch: pytest.MonkeyPatch, tmp_pat
         "serve.port": 81,
         "engine.speculative.drafter": "draft_model",
         "engine.speculative.num_speculative_tokens": 2,
+        "engine.speculative.depth": "adaptive",
         "engine.speculative.draft_model": "/d",
         "engine.speculative.verify_method": "match",
         "engine.speculative.draft_sampling": "coupled",
@@ -210,28 +213,81 @@ def test_only_a_server_that_was_ready_says_that_requests_may_finish(
     assert bool(said) == (patience is not None)
 
 
+def output(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *args: str
+) -> tuple[str, str]:
+    """(stdout, stderr) of a command that succeeds, run in this process."""
+    monkeypatch.setattr(sys, "argv", ["spectrue", *args])
+    with pytest.raises(SystemExit) as e:
+        cli.main()
+    assert e.value.code == 0
+    captured = capsys.readouterr()
+    return captured.out, captured.err
+
+
+def test_bench_engine_says_what_it_ran(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tiny_llama: Path
+) -> None:
+    args = [
+        "bench",
+        "engine",
+        "--model",
+        str(tiny_llama),
+        "--max-tokens",
+        "4",
+        "--cpu-threads",
+        "1",
+    ]
+    result = json.loads(output(monkeypatch, capsys, *args, "--json")[0])
+    assert result["tokens_per_second"] > 0
+    assert result["num_output_tokens"] == 4
+    assert result["num_cut_short"] == 0
+    assert result["num_speculative_tokens"] == 3
+    assert result["verify_method"] == "match"
+    assert result["threads"] == 1
+
+
+def test_bench_engine_says_where_the_context_ended(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tiny_llama: Path
+) -> None:
+    args = ["bench", "engine", "--model", str(tiny_llama), "--max-model-len", "130"]
+    args += ["--batch-size", "2", "--max-tokens", "70"]
+    table, _ = output(monkeypatch, capsys, *args)
+    assert re.search(r"cut short .*1 of 2 by the context of 130, not by --max-tokens 70", table)
+
+
 # Not pydantic: typer 0.29 needs it itself. `deploy.config` and `deploy.protocol` are what use it.
 NO_SERVING = {"ray", "fastapi", "starlette"}
 
 
-def test_bench_engine_without_ray_and_fastapi(tiny_llama: Path) -> None:
-    args = ["bench", "engine", "--model", str(tiny_llama), "--max-tokens", "4", "--json"]
-    done = run_without(NO_SERVING, *args)
-    assert done.returncode == 0, done.stderr
-    result = json.loads(done.stdout)
-    assert result["tokens_per_second"] > 0
-    assert result["num_speculative_tokens"] == 3
-    assert result["verify_method"] == "match"
-    assert result["threads"] >= 1
-
-
-def test_generate_without_ray_and_fastapi(tiny_llama: Path) -> None:
+def test_generate_without_ray_and_fastapi(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tiny_llama: Path
+) -> None:
     args = ["generate", "abc", "--model", str(tiny_llama), "--max-tokens", "5", "--seed", "1"]
-    first, second = (run_without(NO_SERVING, *args, mode) for mode in ("--chat", "--raw"))
-    assert first.returncode == second.returncode == 0, first.stderr + second.stderr
-    assert first.stdout.strip()
-    assert first.stdout != second.stdout
-    assert "tokens, length" in first.stderr
+    args += ["--dtype", "float32"]
+    alone = run_without(NO_SERVING, *args)
+    assert alone.returncode == 0, alone.stderr
+    assert "tokens, length" in alone.stderr
+    chat, raw = (output(monkeypatch, capsys, *args, mode)[0] for mode in ("--chat", "--raw"))
+    assert alone.stdout == chat != raw
+    assert raw.strip()
+
+
+@pytest.mark.parametrize("command", [cli.serve, cli.generate, cli.bench_engine])
+def test_commands_share_the_flags_of_an_engine(command: Callable[..., None]) -> None:
+    assert signature(command).parameters.keys() >= cli.ENGINE_FLAGS.keys()
+    assert "engine" not in signature(command).parameters
+
+
+@pytest.mark.parametrize("flag", cli.ENGINE_FLAGS)
+def test_a_flag_reaches_the_setting_of_its_name(flag: str) -> None:
+    value = {"drafter": "none", "depth": "adaptive", "dtype": "float16"}.get(flag, flag)
+    numbers = {"num_speculative_tokens", "max_model_len", "cpu_threads"}
+    given: Any = {"verify_method": "match", "draft_sampling": "greedy"}.get(flag, value)
+    config = cli._engine_config({flag: 7 if flag in numbers else given, "tp_size": None})
+    section = config.speculative if flag in cli.SPECULATIVE else config
+    assert getattr(section, flag) == (7 if flag in numbers else given)
+    assert config.tp_size == 1
 
 
 @pytest.mark.parametrize("failing", ["_start_ray", "_deploy", "_print_ready"])

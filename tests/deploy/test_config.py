@@ -86,8 +86,8 @@ def test_a_draft_model_chooses_its_drafter(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("engin: {}", r"unknown setting engin; valid under the top level are engine, serve"),
-        ("engine: {modle: x}", r"unknown setting engine\.modle; valid under engine are model, "),
+        ("engin: {}", r"setting engin \(did you mean engine\?\); valid under the top level are "),
+        ("engine: {modle: x}", r"engine\.modle \(did you mean model\?\); valid under engine are "),
         (
             "engine: {speculative: {k: 1}}",
             r"engine\.speculative\.k; valid under engine\.speculative are drafter, ",
@@ -115,8 +115,10 @@ def test_mistakes_name_their_source(tmp_path: Path) -> None:
         load(tmp_path, "serve: {port: x}", {"serve.port": 5})
     with pytest.raises(ConfigError, match=r"SPECTRUE_PORT"):
         load(tmp_path, environ={"SPECTRUE_PORT": "x"})
-    with pytest.raises(ConfigError, match=r"unknown environment variable SPECTRUE_PROT"):
+    with pytest.raises(ConfigError, match=r"SPECTRUE_PROT \(did you mean SPECTRUE_PORT\?\); valid"):
         load(tmp_path, environ={"SPECTRUE_PROT": "1"})
+    with pytest.raises(ConfigError, match=r"unknown environment variable SPECTRUE_XYZ; valid are"):
+        load(tmp_path, environ={"SPECTRUE_XYZ": "1"})
     with pytest.raises(ConfigError, match=r"SPECTRUE_PORT is not valid YAML"):
         load(tmp_path, environ={"SPECTRUE_PORT": "["})
     with pytest.raises(ConfigError, match=r"the command line"):

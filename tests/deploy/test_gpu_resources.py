@@ -57,6 +57,7 @@ def test_serve_takes_the_gpu_of_this_machine(
     monkeypatch.setattr(serve_local, "GPU_DEVICES", (str(file),))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: works)
     monkeypatch.setattr(serve_local, "resolve_model", lambda model, progress: tmp_path)
+    monkeypatch.setattr(serve_local, "check_checkpoints", lambda engine: None)  # none is there
     engine = EngineConfig(model="m", device=device, tp_size=tp_size)
     config = ServerConfig(engine=engine, serve=ServeSection())
     resolved = serve_local._with_local_model(config, Console())

@@ -190,6 +190,7 @@ async def test_engine_death_mid_stream_is_one_error_event(
         for r in (await server.complete(), await server.complete(stream=True)):
             assert r.status_code == 503
         assert (await server.http.get("/health")).status_code == 503
+        assert (await server.http.head("/health")).status_code == 503
         with pytest.raises(EngineDeadError, match="rank 1 died"):
             await server.replica.check_health()
         await until(lambda: server.exits == [1])

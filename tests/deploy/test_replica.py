@@ -244,6 +244,7 @@ async def test_models_and_health_and_tokenize(server: Server) -> None:
     health = (await server.http.get("/health")).json()
     assert health["status"] == "ok"
     assert health["verify_method"] == "match"
+    assert (await server.http.head("/health")).status_code == 200  # as load balancers ask
     r = await server.post("/tokenize", prompt="abc")
     assert r.json() == {"tokens": [97, 98, 99], "count": 3, "max_model_len": 64}
     r = await server.post("/tokenize", messages=[{"role": "user", "content": "a"}])
