@@ -254,7 +254,18 @@ def test_a_prefix_hit_spares_the_drafter_too(tiny_llama: Path) -> None:
 # -- corners of one request ---------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("drafter", ["none", "ngram", "draft_model"])
+SMALL = [
+    make_request(f"{i}-{t}", p, temperature=t, seed=i, max_tokens=12)
+    for (i, p), t in itertools.product(enumerate([[7], *PROMPTS[:3]]), (0.0, 1.0))
+]
+
+
+@pytest.fixture(scope="module")
+def small_texts(tiny_llama: Path) -> list[list[int]]:
+    return [c.token_ids for c in complete(make_engine(tiny_llama, max_model_len=60), *SMALL)]
+
+
+@pytest.mark.parametrize("drafter", ["ngram", "draft_model"])
 @pytest.mark.parametrize(
     "options",
     [
@@ -266,17 +277,15 @@ def test_a_prefix_hit_spares_the_drafter_too(tiny_llama: Path) -> None:
     ],
 )
 def test_the_smallest_sizes_change_no_text(
-    tiny_llama: Path, other_llama: Path, drafter: str, options: dict[str, Any]
+    tiny_llama: Path,
+    other_llama: Path,
+    small_texts: list[list[int]],
+    drafter: str,
+    options: dict[str, Any],
 ) -> None:
-    requests = [
-        make_request(f"{i}-{t}", p, temperature=t, seed=i, max_tokens=12)
-        for (i, p), t in itertools.product(enumerate([[7], *PROMPTS[:3]]), (0.0, 1.0))
-    ]
-    want = complete(make_engine(tiny_llama, max_model_len=60), *requests)
     engine = make_engine(tiny_llama, drafter, 3, other_llama, **options)
     for _ in range(2):  # the second time from the prefix cache
-        got = complete(engine, *requests)
-        assert [c.token_ids for c in got] == [c.token_ids for c in want]
+        assert [c.token_ids for c in complete(engine, *SMALL)] == small_texts
 
 
 @pytest.mark.parametrize("params", [{"temperature": 0.0}, {"seed": 1}, {}])

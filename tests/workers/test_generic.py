@@ -1,4 +1,7 @@
-"""Models that run by transformers with our attention, against transformers alone."""
+"""Models that run by transformers with our attention, against transformers alone.
+
+Their logits, however a batch is cut, are compared in `test_models.py` with those of our own code.
+"""
 
 from __future__ import annotations
 
@@ -15,50 +18,12 @@ from spectrue.workers.weights import load_model
 
 from .generic_models import OPTIONS, WINDOW, make_generic
 from .harness import Completion, assert_same_tokens, complete, make_engine, make_request
-from .test_models import Runner, assert_same, reference, reference_logits, tokens_of
+from .test_models import Runner, assert_same, reference, tokens_of
 
 
 @pytest.fixture(scope="module", params=OPTIONS)
 def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_generic(tmp_path_factory.mktemp(request.param), request.param)
-
-
-@pytest.mark.parametrize("length", [1, 5, 17, 45])
-def test_whole_prefill(path: Path, length: int) -> None:
-    tokens = tokens_of(length)
-    (logits,) = Runner(load_model(path, "float32"), 1)({0: (0, tokens)})
-    assert_same(logits, reference_logits(path, tokens))
-
-
-@pytest.mark.parametrize("chunk", [1, 3, 20])
-def test_chunked_prefill_and_token_by_token(path: Path, chunk: int) -> None:
-    tokens = tokens_of(45)
-    run = Runner(load_model(path, "float32"), 1)
-    parts = [run({0: (at, tokens[at : at + chunk])})[0] for at in range(0, len(tokens), chunk)]
-    assert_same(torch.cat(parts), reference_logits(path, tokens))
-
-
-def test_ragged_batch_of_prefill_decode_and_verify(path: Path) -> None:
-    lengths = [44, 10, 37, 9, 40, 44]
-    tokens = [tokens_of(n, seed=i) for i, n in enumerate(lengths)]
-    run = Runner(load_model(path, "float32"), len(lengths))
-    cuts = [0, 9, 33, 5, 20, 43]  # what is already computed: prefill, decode, verify, ...
-    for i, cut in enumerate(cuts):
-        if cut:
-            run({i: (0, tokens[i][:cut])})
-    order = [4, 1, 3, 0, 5, 2]
-    logits = run({i: (cuts[i], tokens[i][cuts[i] :]) for i in order})
-    for i, rows in zip(order, logits, strict=True):
-        assert_same(rows, reference_logits(path, tokens[i])[cuts[i] :])
-
-
-def test_rejected_drafts_are_overwritten(path: Path) -> None:
-    tokens = tokens_of(20)
-    run = Runner(load_model(path, "float32"), 1)
-    run({0: (0, tokens[:10])})
-    run({0: (10, torch.cat((tokens[10:11], tokens_of(3, seed=9))))})  # three wrong drafts
-    (logits,) = run({0: (11, tokens[11:])})
-    assert_same(logits, reference_logits(path, tokens)[11:])
 
 
 def test_outputs_of_decoder_layers(path: Path) -> None:
@@ -117,10 +82,3 @@ def test_what_the_layers_ask_for(tmp_path: Path) -> None:
     model = load_model(tmp_path / "d", "float32")
     assert model.new_kv_cache(2, 4).layers[0].shape == (8, 2, 4, 24)  # values padded
     assert model.config.layer_windows == (0, 0)
-
-
-def test_bf16(path: Path) -> None:
-    tokens = tokens_of(30)
-    (logits,) = Runner(load_model(path, "bfloat16"), 1)({0: (0, tokens)})
-    difference = (logits - reference_logits(path, tokens)).abs().mean()
-    assert 0 < difference < 0.1
