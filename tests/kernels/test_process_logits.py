@@ -156,7 +156,9 @@ def test_truncations_in_one_batch(vocab_size: int, ties: bool, dtype: torch.dtyp
             )
     rows.append(Row(logits_of(vocab_size, 1000, ties), min_p=0.3))
     rows.append(Row(logits_of(vocab_size, 1001, ties), min_p=1.0))
-    check([rows[i] for i in spread(rows, 8)] if SLOW_BACKEND else rows, dtype)
+    # The specification sorts a long row in Python; every second one has each cut with each other.
+    few = 8 if SLOW_BACKEND else len(rows) if vocab_size < 4096 else 36
+    check([rows[i] for i in spread(rows, few)], dtype)
 
 
 def test_everything_mixed() -> None:
