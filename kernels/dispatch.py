@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from spectrue.kernels import reference
+from spectrue.kernels.fp8 import FP8_DTYPES, fp8_of, quantize_fp8
 from spectrue.kernels.philox import (
     STREAM_COIN,
     STREAM_DRAFT,
@@ -43,6 +44,7 @@ __all__ = [
     "DRAW_ARGMAX",
     "DRAW_GUMBEL",
     "DRAW_UNIFORM",
+    "FP8_DTYPES",
     "GUARD_DRAFT_ID_OUT_OF_RANGE",
     "GUARD_DRAFT_LAW_CHANGED",
     "GUARD_DRAFT_PROB_INVALID",
@@ -63,12 +65,14 @@ __all__ = [
     "argmax_lowest",
     "draw_gumbel",
     "draw_inverse_cdf",
+    "fp8_of",
     "gumbel",
     "linear",
     "logsumexp_rows",
     "paged_attention",
     "platform_of",
     "process_logits",
+    "quantize_fp8",
     "rms_norm",
     "rope_write_kv",
     "row_statistics",

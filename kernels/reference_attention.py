@@ -5,10 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from spectrue.kernels.reference_layers import check_scales
+
 
 def paged_attention(
     query: Tensor,  # [T, H, D] floating; may be a slice of the fused qkv: a row is contiguous
-    kv: Tensor,  # [num_slots, 2, Hkv, D] contiguous, of query's dtype: one layer, already written
+    kv: Tensor,  # [num_slots, 2, Hkv, D] contiguous, floating or fp8: one layer, already written
     *,
     block_tables: Tensor,  # [B, max_blocks] int32, physical block of each logical one
     block_size: int,  # tokens a block, a power of two; slot = block * block_size + offset
@@ -19,6 +21,8 @@ def paged_attention(
     scale: float | None = None,  # of the scores; None: 1 / sqrt(D)
     window: int = 0,  # a query sees the last `window` positions, its own included; 0: all
     tree_mask: Tensor | None = None,  # [T, W] int32, see below
+    k_scale: float = 1.0,  # of an fp8 pool: a key is what is stored * k_scale
+    v_scale: float = 1.0,
 ) -> Tensor:  # [T, H * D] of query's dtype
     """Softmax attention of decode, verify and prefill rows in one ragged batch.
 
@@ -30,7 +34,8 @@ def paged_attention(
     A row that sees nothing is zero: that of a request with `seq_lens` 0, or after the last
     request (padding of a graph). Slots that are not the request's may hold NaN.
 
-    Inside float32, or float64 where the query is. Raises ValueError naming the argument whose
+    Inside float32, or float64 where the query is; a pool of another dtype than the query's is
+    converted as it is read. Raises ValueError naming the argument whose
     shape, dtype or value is wrong; what the tensors on the device hold is not checked.
     """
     check_paged_attention(
@@ -45,6 +50,7 @@ def paged_attention(
         window=window,
         tree_mask=tree_mask,
     )
+    check_scales(kv, k_scale, v_scale)
     num_tokens, num_heads, head_dim = query.shape
     fold = num_heads // kv.shape[2]
     inside = torch.promote_types(query.dtype, torch.float32)
@@ -70,9 +76,10 @@ def paged_attention(
             visible[:, seq_len - query_len :] = bits.bool()
         heads = query[rows].to(inside).unflatten(1, (-1, fold))  # [queries, Hkv, fold, D]
         scores = torch.einsum("qgfd,kgd->gfqk", heads, key)
-        scores = scores * (head_dim**-0.5 if scale is None else scale)
+        scores = scores * ((head_dim**-0.5 if scale is None else scale) * k_scale)
         weights = scores.masked_fill(~visible, float("-inf")).softmax(-1).nan_to_num(0.0)
-        out[rows] = torch.einsum("gfqk,kgd->qgfd", weights, value).flatten(1, 2).to(query.dtype)
+        mixed = torch.einsum("gfqk,kgd->qgfd", weights, value) * v_scale
+        out[rows] = mixed.flatten(1, 2).to(query.dtype)
     return out.flatten(1)
 
 
@@ -104,7 +111,7 @@ def check_paged_attention(
         "kv",
         f"[num_slots, 2, Hkv, {head_dim}] contiguous, not {tuple(kv.shape)}",
     )
-    check(kv.dtype == query.dtype, "kv", f"{query.dtype} as query, not {kv.dtype}")
+    check(kv.is_floating_point(), "kv", f"floating, not {kv.dtype}")
     check(num_heads % kv.shape[2] == 0, "kv", f"of a number of heads that divides {num_heads}")
     check(block_size >= 1 and block_size & (block_size - 1) == 0, "block_size", "a power of two")
     batch = seq_lens.shape[0]

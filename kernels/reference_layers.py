@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from spectrue.kernels.fp8 import FP8_DTYPES, quantize_fp8
+
 
 def rms_norm(
     x: Tensor,  # [T, N] floating, last dim contiguous
@@ -36,21 +38,26 @@ def rope_write_kv(
     qkv: Tensor,  # [T, H + 2 * Hkv, D] floating: query, key and value heads; changed in place
     cos: Tensor,  # [T, 1, D] float32, contiguous
     sin: Tensor,  # [T, 1, D] float32, the first half negated
-    kv: Tensor,  # [num_slots, 2, Hkv, D] of qkv's dtype, contiguous; changed in place
+    kv: Tensor,  # [num_slots, 2, Hkv, D] floating or fp8, contiguous; changed in place
     slot_mapping: Tensor,  # [T] int64, where the KV of each token goes; < 0: nowhere
     *,
     num_heads: int,  # H
     q_norm: Tensor | None = None,  # [D] weight of an RMSNorm over each query head (Qwen3)
     k_norm: Tensor | None = None,  # [D] the same for key heads; both or none
     eps: float = 1e-6,  # of these norms
+    k_scale: float = 1.0,  # of an fp8 pool: a key is what is stored * k_scale
+    v_scale: float = 1.0,
 ) -> None:
     """Norm and rotate query and key in place, and write rotated key and value into the pool.
+
+    An fp8 pool gets them divided by their scale and saturated (`fp8.quantize_fp8`).
 
     The rotation is Hugging Face's, of the two halves of a head: x * cos + swapped(x) * sin. Each
     step (norm, rotation) is computed in float32 and rounded to the dtype. No two tokens may go to
     one slot. Raises ValueError naming the argument.
     """
     check_rope(qkv, cos, sin, kv, slot_mapping, num_heads, q_norm, k_norm)
+    check_scales(kv, k_scale, v_scale)
     num_kv_heads, head_dim = kv.shape[2:]
     keys_end = num_heads + num_kv_heads
     if q_norm is not None and k_norm is not None:
@@ -60,7 +67,11 @@ def rope_write_kv(
     heads = qkv[:, :keys_end]
     heads.copy_(heads * cos + heads.roll(head_dim // 2, -1) * sin)
     kept = slot_mapping >= 0
-    kv[slot_mapping[kept]] = qkv[kept, num_heads:].unflatten(1, (2, num_kv_heads))
+    new = qkv[kept, num_heads:].unflatten(1, (2, num_kv_heads))
+    if kv.dtype in FP8_DTYPES:
+        inverse = torch.tensor([1 / k_scale, 1 / v_scale], device=kv.device).view(2, 1, 1)
+        new = quantize_fp8(new, kv.dtype, inverse)
+    kv[slot_mapping[kept]] = new.to(kv.dtype)
 
 
 def swiglu(
@@ -115,8 +126,8 @@ def check_rope(
     q_norm: Tensor | None,
     k_norm: Tensor | None,
 ) -> None:
-    if kv.dim() != 4 or kv.shape[1] != 2 or kv.dtype != qkv.dtype or not kv.is_contiguous():
-        raise ValueError(f"kv must be contiguous {qkv.dtype} [num_slots, 2, Hkv, D]")
+    if kv.dim() != 4 or kv.shape[1] != 2 or not kv.is_floating_point() or not kv.is_contiguous():
+        raise ValueError("kv must be contiguous floating [num_slots, 2, Hkv, D]")
     num_kv_heads, head_dim = kv.shape[2:]
     heads = num_heads + 2 * num_kv_heads
     if qkv.shape[1:] != (heads, head_dim) or qkv.stride()[1:] != (head_dim, 1) or head_dim % 2:
@@ -131,6 +142,15 @@ def check_rope(
     for name, weight in (("q_norm", q_norm), ("k_norm", k_norm)):
         if weight is not None and (weight.shape != (head_dim,) or weight.dtype != qkv.dtype):
             raise ValueError(f"{name} must be {qkv.dtype} [{head_dim}]")
+
+
+def check_scales(kv: Tensor, k_scale: float, v_scale: float) -> None:
+    """Of both ops that touch the pool."""
+    for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
+        if not 0 < scale < float("inf"):
+            raise ValueError(f"{name} must be positive and finite, not {scale}")
+        if scale != 1 and kv.dtype not in FP8_DTYPES:
+            raise ValueError(f"{name} must be 1 where kv is {kv.dtype}: only fp8 is scaled")
 
 
 def check_swiglu(gate_up: Tensor) -> None:

@@ -13,7 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from spectrue.kernels.fp8 import FP8_DTYPES
 from spectrue.kernels.reference_attention import check_paged_attention
+from spectrue.kernels.reference_layers import check_scales
 from spectrue.kernels.triton_attention_kernel import _attend
 from spectrue.kernels.triton_attention_plan import MIN_SPLIT, Plan
 from spectrue.kernels.triton_attention_plan import gpu_kind as _gpu
@@ -37,6 +39,8 @@ def paged_attention(
     scale: float | None = None,
     window: int = 0,
     tree_mask: Tensor | None = None,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
 ) -> Tensor:
     check_paged_attention(
         query,
@@ -50,6 +54,7 @@ def paged_attention(
         window=window,
         tree_mask=tree_mask,
     )
+    check_scales(kv, k_scale, v_scale)
     num_tokens, num_heads, head_dim = query.shape
     num_kv_heads = kv.shape[2]
     fold = num_heads // num_kv_heads
@@ -98,7 +103,8 @@ def paged_attention(
         num_tokens,
         batch,
         window,
-        (head_dim**-0.5 if scale is None else scale) * math.log2(math.e),
+        (head_dim**-0.5 if scale is None else scale) * k_scale * math.log2(math.e),
+        v_scale if kv.dtype in FP8_DTYPES else None,
         num_warps=plan.num_warps,
         num_stages=plan.num_stages,
         NUM_KV_HEADS=num_kv_heads,

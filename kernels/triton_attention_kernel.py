@@ -31,6 +31,7 @@ def _attend(
     batch,
     window,
     scale_log2,
+    v_scale,  # None: the pool is not fp8
     NUM_KV_HEADS: tl.constexpr,
     FOLD: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -134,10 +135,13 @@ def _attend(
             WINDOW,
             TREE,
             PRECISION,
+            query_ptr.dtype.element_ty,
         )
 
     seen = total != 0  # a NaN that the row does see stays one
     acc = acc / tl.where(seen, total, 1.0)[:, None]
+    if v_scale is not None:
+        acc *= v_scale
     head_row = token * (NUM_KV_HEADS * FOLD) + head
     if SPLITS == 1:
         at = out_ptr + (head_row * HEAD_DIM)[:, None] + dim[None, :]
@@ -188,6 +192,7 @@ def _attend_range(
     WINDOW: tl.constexpr,
     TREE: tl.constexpr,
     PRECISION: tl.constexpr,
+    DTYPE: tl.constexpr,  # that the matrices are multiplied in
 ):
     """Add positions [begin, end) to the online softmax; whole tiles seen by all if not MASKED.
 
@@ -216,6 +221,9 @@ def _attend_range(
         else:
             key = tl.load(at)
             value = tl.load(at + NUM_KV_HEADS * HEAD_DIM)
+        # Nothing where the pool has the dtype of the queries
+        key = key.to(DTYPE)
+        value = value.to(DTYPE)
         if CHUNK_D == BLOCK_D:
             scores = tl.dot(query, tl.trans(key), input_precision=PRECISION)
         else:
@@ -266,5 +274,6 @@ def _scores_by_chunk(
         at = query_at[:, None] + dim[None, :]
         query = tl.load(at, mask=valid[:, None] & known, other=0.0)
         key = tl.load(key_at[:, None] + dim[None, :], mask=inside[:, None] & known, other=0.0)
+        key = key.to(query.dtype)
         scores = tl.dot(query, tl.trans(key), scores, input_precision=PRECISION)
     return scores

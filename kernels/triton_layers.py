@@ -7,7 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from spectrue.kernels.reference_layers import check_norm, check_rope, check_swiglu
+from spectrue.kernels.fp8 import FP8_DTYPES, fp8_max
+from spectrue.kernels.reference_layers import check_norm, check_rope, check_scales, check_swiglu
 from spectrue.kernels.triton_attention_plan import gpu_kind as _gpu
 from spectrue.kernels.triton_common import await_previous
 from spectrue.kernels.triton_launch import launch
@@ -105,8 +106,12 @@ def rope_write_kv(
     q_norm: Tensor | None = None,
     k_norm: Tensor | None = None,
     eps: float = 1e-6,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
 ) -> None:
     check_rope(qkv, cos, sin, kv, slot_mapping, num_heads, q_norm, k_norm)
+    check_scales(kv, k_scale, v_scale)
+    fp8 = kv.dtype in FP8_DTYPES
     num_tokens, all_heads, head_dim = qkv.shape
     block_half = triton.next_power_of_2(head_dim // 2)
     block_heads = min(max(ROPE_ELEMENTS // block_half, 1), triton.next_power_of_2(all_heads))
@@ -122,6 +127,8 @@ def rope_write_kv(
         k_norm,
         qkv.stride(0),
         eps,
+        1 / k_scale if fp8 else None,
+        1 / v_scale if fp8 else None,
         # No element in two waves: one could store it before the other has loaded it.
         num_warps=min(max(block_heads * block_half // 256, 1), 4),
         NUM_HEADS=num_heads,
@@ -130,6 +137,7 @@ def rope_write_kv(
         BLOCK_HALF=block_half,
         BLOCK_HEADS=block_heads,
         NORM=q_norm is not None,
+        FP8_MAX=fp8_max(kv.dtype) if fp8 else 0.0,
     )
 
 
@@ -144,12 +152,15 @@ def _rope_write_kv(
     k_norm_ptr,
     qkv_stride,
     eps,
+    k_inverse,
+    v_inverse,
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HALF: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
     NORM: tl.constexpr,
+    FP8_MAX: tl.constexpr,  # 0: the pool is not fp8
     PDL: tl.constexpr = False,
 ):
     await_previous(PDL)
@@ -191,9 +202,23 @@ def _rope_write_kv(
     # Keys, then values: in a slot they lie as in the row.
     slot = tl.load(slot_ptr + token)
     target = kv_ptr + slot * (2 * NUM_KV_HEADS * HEAD_DIM) + (head - NUM_HEADS) * HEAD_DIM + low
+    if FP8_MAX > 0:
+        inverse = tl.where(is_value, v_inverse, k_inverse)
+        new_first = _saturated(new_first, inverse, FP8_MAX)
+        new_second = _saturated(new_second, inverse, FP8_MAX)
     if slot >= 0:
         tl.store(target, new_first, mask=mask & (head >= NUM_HEADS))
         tl.store(target + HALF, new_second, mask=mask & (head >= NUM_HEADS))
+
+
+@triton.jit
+def _saturated(x, inverse, FP8_MAX: tl.constexpr):
+    """float32 for fp8: `fp8.quantize_fp8` without the cast."""
+    x = x.to(tl.float32)
+    scaled = x * inverse
+    scaled = tl.where(scaled > FP8_MAX, FP8_MAX, scaled)
+    scaled = tl.where(scaled < -FP8_MAX, -FP8_MAX, scaled)
+    return scaled + x * 0.0  # infinity becomes NaN
 
 
 @triton.jit

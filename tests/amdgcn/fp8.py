@@ -104,6 +104,9 @@ def decode_unpack(ins: Instruction, layout: Layout) -> Run:
         bits = w.rows[half][row]
         low, high = decode(bits & np.uint16(255), dtype), decode(bits >> np.uint16(8), dtype)
         places = ((F32, d), (F32, last)) if wide else ((F16, d), (F16H, d))
+        if "pk_bf16" in ins.mnemonic:  # exact: bfloat16 is the upper half of float32
+            places = ((U16, d), (U16H, d))
+            low, high = (v.view(np.uint32) >> np.uint32(16) for v in (low, high))
         for (kind, place), value in zip(places, (low, high), strict=True):
             np.copyto(w.rows[kind][place], value, where=w.where, casting="same_kind")
 
@@ -128,6 +131,10 @@ Decoder = Callable[[Instruction, Layout], Run]
 DECODERS: dict[str, Decoder] = {
     **{f"v_cvt_{s}pk_{t}_f32": decode_pack for s in ("", "scalef32_") for t in ("fp8", "bf8")},
     **{f"v_cvt_{s}pk_f32_{t}": decode_unpack for s in ("", "scalef32_") for t in ("fp8", "bf8")},
-    **{f"v_cvt_scalef32_pk_f16_{t}": decode_unpack for t in ("fp8", "bf8")},
+    **{
+        f"v_cvt_scalef32_pk_{half}_{t}": decode_unpack
+        for half in ("f16", "bf16")
+        for t in ("fp8", "bf8")
+    },
     **{f"v_cvt_f32_{t}": decode_byte for t in ("fp8", "bf8")},
 }

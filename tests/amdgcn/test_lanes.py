@@ -313,7 +313,7 @@ FP8 = {
 for _t in ("fp8", "bf8"):
     TESTED.update((f"v_cvt_pk_{_t}_f32", f"v_cvt_pk_f32_{_t}", f"v_cvt_f32_{_t}"))
     TESTED.update((f"v_cvt_scalef32_pk_{_t}_f32", f"v_cvt_scalef32_pk_f32_{_t}"))
-    TESTED.add(f"v_cvt_scalef32_pk_f16_{_t}")
+    TESTED.update((f"v_cvt_scalef32_pk_f16_{_t}", f"v_cvt_scalef32_pk_bf16_{_t}"))
 
 
 @pytest.mark.parametrize(("arch", "name"), FP8)
@@ -357,6 +357,11 @@ def test_fp8(arch: str, name: str) -> None:
                 for k in (0, 1):
                     part = (out2.v(4) >> 16 * k & 0xFFFF).astype(np.uint16).view(np.float16)
                     assert_lanes(part, [float(x) for x in wide[k]], "f16")
+                code = f"v_cvt_scalef32_pk_bf16_{name} v1, v1, 1.0 op_sel:[1,0,0]"
+                packed = run(code, v={1: words << 16}, arch=arch).v(1)
+                for k in (0, 1):
+                    part = (packed << 16 * (1 - k) & 0xFFFF0000).astype(np.uint32)
+                    assert_lanes(part.view(np.float32), [float(x) for x in wide[k]], "f32")
             else:
                 code = f"v_cvt_f32_{name}_sdwa v4, v1 src0_sel:BYTE_1\n"
                 code += f"v_cvt_pk_f32_{name}_sdwa v[6:7], v2 src0_sel:WORD_1"

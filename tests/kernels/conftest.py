@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from spectrue.kernels import dispatch
+from spectrue.kernels.fp8 import fp8_of
 
 BACKEND = os.environ.get("SPECTRUE_TEST_BACKEND", "reference")
 if BACKEND == "cuda":
@@ -40,6 +41,12 @@ class Tier:
         return [torch.float32, torch.float64] if self.exact else [torch.float32]
 
 
+def _fp8() -> torch.dtype | None:
+    if BACKEND == "cuda":
+        return torch.float8_e4m3fn
+    return fp8_of(BACKEND) if BACKEND.startswith("gfx") else None
+
+
 TIERS = {
     "reference": Tier(max_vocab=248320, max_batch=256, bf16=True, draws=100_000, exact=True),
     "cuda": Tier(max_vocab=248320, max_batch=256, bf16=True, draws=1_000_000),
@@ -50,6 +57,8 @@ TIERS = {
     ),
 }
 TIER = TIERS[BACKEND]
+# The 8 bit floats that this backend's KV cache may have
+FP8 = [dtype] if (dtype := _fp8()) else list(dispatch.FP8_DTYPES)
 SLOW_BACKEND = BACKEND not in ("reference", "cuda")  # a program at a time, in Python
 
 
@@ -77,7 +86,9 @@ def _backend() -> Iterator[None]:
         yield
     elif BACKEND == "interpret":
         assert os.environ.get("TRITON_INTERPRET") == "1", "set TRITON_INTERPRET=1"
-        with dispatch.use_backend("triton"):
+        from .interpreter_fp8 import torch_fp8
+
+        with dispatch.use_backend("triton"), torch_fp8():
             yield
     else:
         from spectrue.kernels.triton_launch import use_launcher

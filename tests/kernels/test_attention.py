@@ -17,7 +17,7 @@ from torch import Tensor
 
 from spectrue.kernels.dispatch import paged_attention
 
-from .conftest import BACKEND, TIER
+from .conftest import BACKEND, FP8, TIER
 
 NAN = float("nan")
 SMALL = BACKEND.startswith("gfx")
@@ -44,6 +44,9 @@ class Case:
     tree: list[list[set[int]]] | None = None  # for each query of each request the queries it sees
     padding: int = 0  # rows after the last request
     seed: int = 0
+    kv_dtype: torch.dtype | None = None  # of the pool; None: the queries'
+    k_scale: float = 1.0
+    v_scale: float = 1.0
 
     def __post_init__(self) -> None:
         generator = torch.Generator().manual_seed(self.seed)
@@ -51,24 +54,27 @@ class Case:
         def rand(*shape: int) -> Tensor:
             return torch.randn(*shape, generator=generator, device="cpu").to(self.dtype)
 
+        pool = self.kv_dtype or self.dtype
         used = [-(-seq_len // self.block_size) for _, seq_len in self.shapes]
         num_blocks = sum(used) + 3
         free = torch.randperm(num_blocks, generator=generator, device="cpu").tolist()
         with torch.device("cpu"):
             self.kv = torch.full(
                 (num_blocks * self.block_size, 2, self.num_kv_heads, self.head_dim), NAN
-            ).to(self.dtype)
+            ).to(pool)
             # What lies beyond a request's blocks points at a block of NaN.
             self.tables = torch.full((len(used), max(used, default=1) + 1), free.pop()).int()
             self.keys, self.values = [], []
             for i, (_, seq_len) in enumerate(self.shapes):
                 blocks = [free.pop() for _ in range(used[i])]
                 self.tables[i, : used[i]] = torch.tensor(blocks, dtype=torch.int32)
-                self.keys.append(rand(seq_len, self.num_kv_heads, self.head_dim))
-                self.values.append(rand(seq_len, self.num_kv_heads, self.head_dim))
+                key = rand(seq_len, self.num_kv_heads, self.head_dim).to(pool)
+                value = rand(seq_len, self.num_kv_heads, self.head_dim).to(pool)
+                self.keys.append(key.double() * self.k_scale)
+                self.values.append(value.double() * self.v_scale)
                 for at in range(seq_len):
                     slot = blocks[at // self.block_size] * self.block_size + at % self.block_size
-                    self.kv[slot, 0], self.kv[slot, 1] = self.keys[i][at], self.values[i][at]
+                    self.kv[slot, 0], self.kv[slot, 1] = key[at], value[at]
             self.num_tokens = sum(query_len for query_len, _ in self.shapes)
             # The query is a slice of a fused projection.
             fused = rand(self.num_tokens + self.padding, self.num_heads + 2, self.head_dim)
@@ -101,6 +107,8 @@ class Case:
             scale=self.scale,
             window=self.window,
             tree_mask=self.tree_mask(),
+            k_scale=self.k_scale,
+            v_scale=self.v_scale,
         )
         assert out.shape == (len(self.fused), self.num_heads * self.head_dim)
         assert out.dtype == self.dtype
@@ -112,10 +120,8 @@ class Case:
         row = 0
         for i, (query_len, seq_len) in enumerate(self.shapes):
             context = seq_len - query_len
-            key = self.keys[i].double().repeat_interleave(self.num_heads // self.num_kv_heads, 1)
-            value = (
-                self.values[i].double().repeat_interleave(self.num_heads // self.num_kv_heads, 1)
-            )
+            key = self.keys[i].repeat_interleave(self.num_heads // self.num_kv_heads, 1)
+            value = self.values[i].repeat_interleave(self.num_heads // self.num_kv_heads, 1)
             for j in range(query_len):
                 last = context + j + 1
                 seen = list(range(max(last - self.window, 0) if self.window else 0, last))
@@ -247,6 +253,7 @@ def test_heads_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_attention, "_plan", lambda **_: plan)
     dtype = torch.bfloat16 if TIER.bf16 else torch.float32
     Case([(3, 70), (1, 9)], 4, 1, 80, padding=2, dtype=dtype).check()
+    Case([(3, 70)], 4, 1, 80, dtype=dtype, kv_dtype=FP8[0], k_scale=0.5, v_scale=3.0).check()
 
 
 WINDOWS = [64] if SMALL else [1, 16, 63, 64, 65, 200]
@@ -330,13 +337,29 @@ def test_scale_and_large_scores() -> None:
     assert bool(got.isfinite().all())
 
 
-@core
+@pytest.mark.parametrize("head_dim", [16, pytest.param(80, marks=core)])
+@pytest.mark.parametrize("fp8", FP8)
+def test_an_fp8_pool(fp8: torch.dtype, head_dim: int) -> None:
+    pool: dict[str, Any] = {"kv_dtype": fp8, "k_scale": 0.6, "v_scale": 2.5}
+    dtype = torch.bfloat16 if TIER.bf16 else torch.float32
+    for shapes in ([(1, 150), (4, 65), (0, 0), (1, 2)], [(40, 70)]):
+        Case(shapes, head_dim=head_dim, dtype=dtype, padding=1, **pool).check()
+    if not SMALL:
+        for other in DTYPES:
+            Case([(3, 300)], head_dim=head_dim, dtype=other, window=9, **pool).check()
+
+
+def test_a_pool_of_another_dtype_than_the_queries() -> None:
+    Case([(4, 65), (1, 2)], dtype=torch.float32, kv_dtype=torch.float16).check()
+
+
+@pytest.mark.parametrize("kv_dtype", [pytest.param(None, marks=core), FP8[0]])
 @pytest.mark.filterwarnings("ignore:All-NaN slice")  # NumPy, in the interpreter
-def test_a_request_does_not_depend_on_its_neighbours() -> None:
+def test_a_request_does_not_depend_on_its_neighbours(kv_dtype: torch.dtype | None) -> None:
     """Same sizes, so the same plan: equal to the bit, whatever the other requests hold."""
-    one = Case([(2, 70), (2, 300), (1, 9)])
+    one = Case([(2, 70), (2, 300), (1, 9)], kv_dtype=kv_dtype)
     before = one.run()
-    two = Case([(2, 70), (2, 300), (1, 9)])
+    two = Case([(2, 70), (2, 300), (1, 9)], kv_dtype=kv_dtype)
     at = torch.arange(300, device=two.tables.device)
     slots = two.tables[1, at // 16].long() * 16 + at % 16
     two.kv[slots] = NAN
@@ -365,7 +388,7 @@ def test_wrong_arguments_are_named() -> None:
     }
     bad: dict[str, list[Any]] = {
         "query": [torch.zeros(3, 64), torch.zeros(3, 4, 8), torch.zeros(3, 16, 4).transpose(1, 2)],
-        "kv": [torch.zeros(32, 2, 3, 16), torch.zeros(32, 2, 2, 32), good["kv"].double()],
+        "kv": [torch.zeros(32, 2, 3, 16), torch.zeros(32, 2, 2, 32), good["kv"].int()],
         "block_tables": [torch.zeros(2, 2).long(), torch.zeros(3, 2).int()],
         "block_size": [0, 24],
         "cu_query_lens": [torch.tensor([0, 1, 3]), torch.tensor([0, 3]).int()],

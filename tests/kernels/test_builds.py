@@ -42,6 +42,7 @@ from triton import knobs
 from triton.runtime.jit import JITFunction
 
 from spectrue.kernels import triton_attention, triton_layers, triton_linear
+from spectrue.kernels.fp8 import fp8_of
 from spectrue.kernels.triton_launch import use_launcher
 from spectrue.kernels.triton_linear import Plan
 from tests.amdgcn import unit_kernels
@@ -266,19 +267,24 @@ ATTENTION = {
 
 
 def _attention(
-    mode: str, head_dim: int, dtype: torch.dtype, heads: tuple[int, int], block_size: int
+    mode: str,
+    head_dim: int,
+    dtype: torch.dtype,
+    heads: tuple[int, int],
+    block_size: int,
+    kv_dtype: torch.dtype | None = None,  # fp8: of the pool
 ) -> Iterator[Case]:
     batch, query_len, seq_len, window, tree = ATTENTION[mode]
     num_heads, num_kv_heads = heads
     num_tokens = batch * query_len
     qkv = _floats(num_tokens, num_heads + 2 * num_kv_heads, head_dim, dtype=dtype)
     # A pool of less than 2 GiB a layer has a code of its own on AMD: addresses of 32 bits.
-    slot_size = 2 * num_kv_heads * head_dim * dtype.itemsize
+    slot_size = 2 * num_kv_heads * head_dim * (kv_dtype or dtype).itemsize
     num_slots = ((1 << 31) // slot_size) + 64 if mode == "decode of one" else 1 << 16
-    kv = _floats(num_slots, 2, num_kv_heads, head_dim, dtype=dtype)
+    kv = _floats(num_slots, 2, num_kv_heads, head_dim, dtype=kv_dtype or dtype)
     yield (
         f"paged_attention {mode} D={head_dim} {_name(dtype)} H={num_heads}/{num_kv_heads} "
-        f"block={block_size}",
+        f"block={block_size}{_of_pool(kv_dtype)}",
         partial(
             dispatch.paged_attention,
             qkv[:, :num_heads],
@@ -295,26 +301,36 @@ def _attention(
     )
 
 
-def _layers(size: int, heads: tuple[int, int, int], dtype: torch.dtype) -> Iterator[Case]:
+def _of_pool(kv_dtype: torch.dtype | None) -> str:
+    return "" if kv_dtype is None else f" KV={str(kv_dtype).removeprefix('torch.float8_')}"
+
+
+def _rope(
+    heads: tuple[int, int, int], dtype: torch.dtype, kv_dtype: torch.dtype | None = None
+) -> Iterator[Case]:
     num_heads, num_kv_heads, head_dim = heads
-    x, weight = _floats(ROWS, size, dtype=dtype), _floats(size, dtype=dtype)
-    name = f"{_name(dtype)} N={size}"
-    yield f"rms_norm {name}", partial(dispatch.rms_norm, x, weight, 1e-5)
-    yield f"add_rms_norm {name}", partial(dispatch.add_rms_norm, x, x, weight, 1e-5)
-    yield f"swiglu {name}", partial(dispatch.swiglu, _floats(ROWS, 7 * size, dtype=dtype))
     rope = partial(
         dispatch.rope_write_kv,
         _floats(ROWS, num_heads + 2 * num_kv_heads, head_dim, dtype=dtype),
         _floats(ROWS, 1, head_dim),
         _floats(ROWS, 1, head_dim),
-        _floats(4096, 2, num_kv_heads, head_dim, dtype=dtype),
+        _floats(4096, 2, num_kv_heads, head_dim, dtype=kv_dtype or dtype),
         _ints(ROWS),
         num_heads=num_heads,
     )
     head = _floats(head_dim, dtype=dtype)
-    name = f"{_name(dtype)} H={num_heads}/{num_kv_heads} D={head_dim}"
-    yield f"rope_write_kv {name} norm", partial(rope, q_norm=head, k_norm=head)
-    yield f"rope_write_kv {name}", rope
+    name = f"rope_write_kv {_name(dtype)} H={num_heads}/{num_kv_heads} D={head_dim}"
+    yield f"{name} norm{_of_pool(kv_dtype)}", partial(rope, q_norm=head, k_norm=head)
+    yield f"{name}{_of_pool(kv_dtype)}", rope
+
+
+def _layers(size: int, heads: tuple[int, int, int], dtype: torch.dtype) -> Iterator[Case]:
+    x, weight = _floats(ROWS, size, dtype=dtype), _floats(size, dtype=dtype)
+    name = f"{_name(dtype)} N={size}"
+    yield f"rms_norm {name}", partial(dispatch.rms_norm, x, weight, 1e-5)
+    yield f"add_rms_norm {name}", partial(dispatch.add_rms_norm, x, x, weight, 1e-5)
+    yield f"swiglu {name}", partial(dispatch.swiglu, _floats(ROWS, 7 * size, dtype=dtype))
+    yield from _rope(heads, dtype)
 
 
 def _linears(size: int, dtype: torch.dtype) -> Iterator[Case]:
@@ -372,6 +388,14 @@ def _cases() -> Iterator[Case]:
     yield from _layers(8192, (64, 8, 128), BF16)
     yield from _layers(5120, (16, 16, 80), BF16)
     yield from _layers(2304, (8, 4, 256), BF16)
+    for kv_dtype in dispatch.FP8_DTYPES:
+        for mode in ATTENTION:
+            yield from _attention(mode, 128, BF16, (32, 8), 16, kv_dtype)
+        for mode in ("prefill", "verify"):
+            yield from _attention(mode, 64, BF16, (9, 3), 16, kv_dtype)
+            yield from _attention(mode, 80, BF16, (32, 32), 64, kv_dtype)
+            yield from _attention(mode, 256, BF16, (16, 8), 16, kv_dtype)
+        yield from _rope((32, 8, 128), BF16, kv_dtype)
 
 
 # ---- recording ----
@@ -415,19 +439,27 @@ def _recorded(plan: str, buffer_ops: bool) -> dict[str, Specialized]:
 def _configurations(
     arch: str, buffer_ops: bool = True, fp_fusion: bool = True
 ) -> dict[str, Specialized]:
+    others = {_of_pool(dtype) for dtype in dispatch.FP8_DTYPES if dtype is not fp8_of(arch)}
     return {
         name: dataclasses.replace(work, arch=arch, fp_fusion=fp_fusion)
         for name, work in _recorded(PLAN_OF[arch], buffer_ops).items()
+        if _pool_in(name) not in others
     }
 
 
+def _pool_in(name: str) -> str:
+    """As `_of_pool`, of a configuration's name."""
+    found = re.search(r" KV=\w+", name)
+    return found[0] if found else ""
+
+
 def _representatives(arch: str) -> dict[str, Specialized]:
-    found: dict[str, tuple[str, Specialized]] = {}
+    found: dict[tuple[str, str], tuple[str, Specialized]] = {}
     for name, work in _configurations(arch).items():
-        found.setdefault(work.kernel.__name__, (name, work))
+        found.setdefault((work.kernel.__name__, _pool_in(name)), (name, work))
     wanted = SHORT[arch]
-    assert wanted is None or wanted <= set(found)
-    return dict(pair for kernel, pair in found.items() if wanted is None or kernel in wanted)
+    assert wanted is None or wanted <= {kernel for kernel, _ in found}
+    return dict(pair for (kernel, _), pair in found.items() if wanted is None or kernel in wanted)
 
 
 # ---- the gates ----

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from spectrue.kernels.dispatch import add_rms_norm, rms_norm, rope_write_kv, swiglu
 
-from .conftest import BACKEND, TIER
+from .conftest import BACKEND, FP8, TIER
 
 NAN = float("nan")
 SMALL = BACKEND.startswith("gfx")
@@ -146,6 +146,55 @@ def test_rope_write_kv(
     assert bool(kv[untouched].isnan().all())
 
 
+@pytest.mark.core
+@pytest.mark.filterwarnings("ignore:invalid value encountered")  # NumPy, in the interpreter
+@pytest.mark.parametrize("fp8", FP8)
+@pytest.mark.parametrize("dtype", DTYPES[-1:] if SMALL else DTYPES)
+def test_rope_writes_fp8(fp8: torch.dtype, dtype: torch.dtype) -> None:
+    """The nearest of all codes; beyond them the last one; what is not finite stays visible."""
+    num_heads, num_kv_heads, head_dim, slots = 3, 2, 80, torch.tensor([2, -1, 0])
+    qkv = rand(3, num_heads + 2 * num_kv_heads, head_dim, dtype=dtype)
+    qkv *= 10.0 ** torch.linspace(-5, 4, head_dim, device=qkv.device)
+    qkv[0, 3, 7], qkv[0, 5, 1], qkv[2, 6, 2] = NAN, float("inf"), -float("inf")
+    qkv[2, 6, 3:6] = torch.tensor([0.0, -0.0, -1e-7], device=qkv.device)
+    angle = torch.linspace(0, 2, 3 * head_dim // 2).view(3, -1)
+    angle[0] = 0
+    cos, sin = angle.cos(), angle.sin()
+    kv = torch.full((4, 2, num_kv_heads, head_dim), NAN).to(fp8)
+    rope_write_kv(
+        qkv,
+        torch.cat((cos, cos), -1)[:, None],
+        torch.cat((-sin, sin), -1)[:, None],
+        kv,
+        slots,
+        num_heads=num_heads,
+        k_scale=1.7,
+        v_scale=0.25,
+    )
+    codes = torch.arange(256, dtype=torch.uint8).view(fp8).double()
+    codes = codes[codes.isfinite()]
+    limit = float(codes.max())
+    scales = torch.tensor([1.7, 0.25]).double()[:, None, None]
+    for token, slot in ((0, 2), (2, 0)):
+        given = qkv[token, num_heads:].double().view(2, num_kv_heads, head_dim)
+        got = kv[slot].double()
+        lost = ~given.isfinite()
+        assert got.isnan().equal(lost)
+        exact = (given / scales).clamp(-limit, limit)
+        nearest = (exact[..., None] - codes).abs().amin(-1)
+        off = ((got - exact).abs() - nearest)[~lost]
+        assert bool((off <= 1e-6 * exact[~lost].abs()).all())  # float32 next to a tie
+        assert float(got[~lost].max()) == limit  # saturated
+    assert bool(kv[[1, 3]].float().isnan().all())
+
+
+def test_a_pool_of_another_dtype_gets_the_rounded_value() -> None:
+    qkv, table = rand(1, 4, 16, dtype=torch.float32), torch.ones(1, 1, 16)
+    kv = torch.zeros(2, 2, 1, 16, dtype=torch.float16)
+    rope_write_kv(qkv, table, 0 * table, kv, torch.tensor([1]), num_heads=2)
+    assert kv[1, :, 0].equal(qkv[0, 2:].half())
+
+
 GATE_SIZES = [1, 100, 1024, 1100] if SMALL else [1, 100, 1024, 1536, 14336]
 
 
@@ -193,5 +242,9 @@ def test_wrong_arguments_are_named() -> None:
         rope_write_kv(qkv, table, table, kv[:, :1], slots, num_heads=2)
     with pytest.raises(ValueError, match="slot_mapping must"):
         rope_write_kv(qkv, table, table, kv, slots.int(), num_heads=2)
+    with pytest.raises(ValueError, match="k_scale must be positive"):
+        rope_write_kv(qkv, table, table, kv.to(FP8[0]), slots, num_heads=2, k_scale=0.0)
+    with pytest.raises(ValueError, match="v_scale must be 1"):
+        rope_write_kv(qkv, table, table, kv, slots, num_heads=2, v_scale=2.0)
     with pytest.raises(ValueError, match="both"):
         rope_write_kv(qkv, table, table, kv, slots, num_heads=2, q_norm=torch.ones(16))
