@@ -22,6 +22,7 @@ from spectrue.workers.config import (
     DraftSampling,
     DType,
     EngineConfig,
+    KVCacheDType,
     LoadFormat,
     SpeculativeConfig,
     VerifyMethod,
@@ -64,6 +65,7 @@ class EngineSection(Section):
     model: str | None = None
     served_model_name: str | None = None
     dtype: DType | None = None
+    kv_cache_dtype: KVCacheDType | None = None
     load_format: LoadFormat | None = None
     device: Literal["auto", "cpu", "cuda"] | None = None
     tp_size: int | None = None

@@ -258,6 +258,7 @@ def paged_attention(
     scale: float | None = None,  # of the scores; None: 1 / sqrt(head_dim)
     window: int = 0,  # a query sees the last `window` positions, its own included; 0: all
     softcap: float | None = None,  # scores become softcap * tanh(score / softcap)
+    scales: tuple[float, float] = (1.0, 1.0),  # of an fp8 layer: `KVCachePool.scales`
 ) -> Tensor:
     """Causal softmax attention by position, [num_tokens, num_heads * head_dim].
 
@@ -265,16 +266,20 @@ def paged_attention(
     softcap on a backend that has none.
     """
     if metadata.paged is not None:
-        return _attend_paged(query, kv, metadata.paged, scale, window, softcap)
+        return _attend_paged(query, kv, metadata.paged, scale, window, softcap, scales)
     groups = metadata.windowed[window] if window else metadata.groups
+    k_scale, v_scale = scales
+    if k_scale != 1:
+        scale = (query.shape[2] ** -0.5 if scale is None else scale) * k_scale
     if len(groups) == 1 and groups[0].rows is None:
-        return _attend(query, kv, groups[0], scale, softcap)
+        out = _attend(query, kv, groups[0], scale, softcap)
+        return out if v_scale == 1 else out * v_scale
     out = query.new_empty(query.shape[0], query.shape[1] * query.shape[2])
     for group in groups:
         assert group.rows is not None
         rows = query.index_select(0, group.rows)
         out.index_copy_(0, group.rows, _attend(rows, kv, group, scale, softcap))
-    return out
+    return out if v_scale == 1 else out * v_scale
 
 
 def _attend_paged(
@@ -284,7 +289,13 @@ def _attend_paged(
     scale: float | None,
     window: int,
     softcap: float | None,
+    scales: tuple[float, float],
 ) -> Tensor:
+    if batch.flash and kv.dtype != query.dtype:
+        raise ConfigError(
+            f"attention_backend = flash reads no {kv.dtype} KV for {query.dtype} queries: set "
+            f"attention_backend = triton or kv_cache_dtype = auto"
+        )
     if softcap is not None and not batch.flash:
         raise ConfigError(
             "the model caps its attention scores, which the paged kernel cannot: set "
@@ -319,6 +330,8 @@ def _attend_paged(
         scale=scale,
         window=window,
         tree_mask=batch.tree_mask,
+        k_scale=scales[0],
+        v_scale=scales[1],
     )
 
 
@@ -353,7 +366,8 @@ def _attend(
     num_kv_heads = kv.shape[2]
     fold = num_heads // num_kv_heads
     size, query_len, kv_len = group.size, group.query_len, group.kv_len
-    gathered = kv.index_select(0, group.slots).view(size, kv_len, 2, num_kv_heads, head_dim)
+    gathered = kv.index_select(0, group.slots).to(query.dtype)
+    gathered = gathered.view(size, kv_len, 2, num_kv_heads, head_dim)
     key, value = gathered.permute(2, 0, 3, 1, 4).unbind(0)  # [size, num_kv_heads, kv_len, head_dim]
 
     if query_len <= MAX_GROUPED_QUERIES:

@@ -17,6 +17,7 @@ Depth = Literal["fixed", "adaptive"]
 AuxLayerConvention = Literal["auto", "layer_output", "layers_run"]
 DType = Literal["auto", "bfloat16", "float16", "float32"]
 Device = Literal["auto", "cpu", "cuda"]
+KVCacheDType = Literal["auto", "bfloat16", "float16", "float32", "fp8"]
 LoadFormat = Literal["auto", "dummy"]
 
 
@@ -125,6 +126,7 @@ class EngineConfig:
     model: str
     served_model_name: str | None = None
     dtype: DType = "auto"
+    kv_cache_dtype: KVCacheDType = "auto"  # auto: the model's; fp8: e4m3, the drafter's cache too
     load_format: LoadFormat = "auto"  # dummy: random weights of config.json's shapes, for speed
     device: Device = "auto"
     tp_size: int = 1
@@ -142,6 +144,7 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         _check_choice("dtype", DType, self.dtype)
+        _check_choice("kv_cache_dtype", KVCacheDType, self.kv_cache_dtype)
         _check_choice("load_format", LoadFormat, self.load_format)
         _check_choice("device", Device, self.device)
         for name in (

@@ -137,12 +137,13 @@ def open_source(path: Path) -> WeightSource:
     raise ModelLoadError(f"{path} is neither a checkpoint directory nor a .gguf file")
 
 
-def _without_mtp(path: Path, source: WeightSource) -> Mapping[str, tuple[int, ...]]:
-    """The weights of the target itself; drafter `mtp` reads the others (`weights_mtp.py`)."""
+def _own_weights(path: Path, source: WeightSource) -> Mapping[str, tuple[int, ...]]:
+    """Without the scales of the KV cache, and what drafter `mtp` reads (`weights_mtp.py`)."""
     from spectrue.workers.models.config import read_json
+    from spectrue.workers.weights_kv_scales import is_kv_scale
     from spectrue.workers.weights_mtp import is_mtp_weight, num_mtp_layers
 
-    shapes = source.shapes()
+    shapes = {n: shape for n, shape in source.shapes().items() if not is_kv_scale(n)}
     if not path.is_dir() or not num_mtp_layers(read_json(path / "config.json")):
         return shapes
     num_layers = source.config.num_layers
@@ -164,6 +165,7 @@ def load_model(
     from spectrue.workers.models.layers import check_shards
     from spectrue.workers.models.registry import MODELS, expected_weights, is_generic
     from spectrue.workers.weights_dummy import DummySource, check_dummy
+    from spectrue.workers.weights_kv_scales import read_kv_scales
 
     path, device, group = Path(path), torch.device(device), group or TPGroup()
     if isinstance(dtype, str):
@@ -180,7 +182,9 @@ def load_model(
     config = source.config
     check_shards(config, group.size)
     expected = expected_weights(config)
-    check_weights(path, _without_mtp(path, source), expected, config.tie_word_embeddings)
+    check_weights(path, _own_weights(path, source), expected, config.tie_word_embeddings)
     reader = WeightReader(source, expected, dtype, device, group, progress)
     with torch.no_grad():
-        return MODELS[config.family](config, reader, group)
+        model = MODELS[config.family](config, reader, group)
+    model.kv_scales = read_kv_scales(path, source, config.num_layers)
+    return model

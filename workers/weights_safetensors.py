@@ -42,7 +42,11 @@ class SafetensorsFiles:
 
     def read(self, name: str, dim: int, start: int, stop: int, dtype: torch.dtype) -> Tensor:
         part = self._slices[name]
-        tensor: Tensor = part[start:stop] if dim == 0 else part[:, start:stop]
+        tensor: Tensor
+        if not part.get_shape():
+            tensor = part[...][None]  # one number, as a vector of one
+        else:
+            tensor = part[start:stop] if dim == 0 else part[:, start:stop]
         return tensor.to(dtype)
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from spectrue.kernels.dispatch import FP8_DTYPES
 from spectrue.workers.config import EngineConfig
 from spectrue.workers.core import SchedulerOutput, StepOutput
 from spectrue.workers.drafters.base import NoDrafter
@@ -20,6 +21,7 @@ from spectrue.workers.errors import ConfigError
 from spectrue.workers.graphs import StepGraphs
 from spectrue.workers.input_buffers import InputBuffers
 from spectrue.workers.kv_cache import KVCachePool
+from spectrue.workers.kv_dtype import architecture, resolve_kv_dtype
 from spectrue.workers.model_runner import ModelRunner
 from spectrue.workers.model_store import resolve_model
 from spectrue.workers.models.base import Model
@@ -105,9 +107,18 @@ class Worker:
             config, path, model, dtype, group, _report(progress, "draft weights"), decisions
         )
 
-        num_blocks, max_model_len = _size_pool(config, max_model_len, model, draft, decisions)
-        self.target = ModelRunner(model, model.new_kv_cache(num_blocks, config.block_size))
-        self.drafter = make_drafter(config, draft, num_blocks, group)
+        kv_dtype = resolve_kv_dtype(config.kv_cache_dtype, dtype, architecture(device), decisions)
+        if kv_dtype in FP8_DTYPES:
+            scales, reason = "1.0", "the checkpoint has none"
+            if model.kv_scales:
+                scales, reason = "by layer", "those of the checkpoint"
+            decisions.append(Decision("kv_cache_scales", scales, reason))
+        num_blocks, max_model_len = _size_pool(
+            config, max_model_len, model, draft, kv_dtype, decisions
+        )
+        kv_cache = model.new_kv_cache(num_blocks, config.block_size, kv_dtype)
+        self.target = ModelRunner(model, kv_cache)
+        self.drafter = make_drafter(config, draft, num_blocks, group, kv_dtype)
         self._self_check(config, path, max_model_len, decisions)
         self.buffers = InputBuffers(
             max_num_seqs=config.max_num_seqs,
@@ -225,6 +236,7 @@ def _size_pool(
     max_model_len: int,
     model: Model,
     draft: Model | DraftHead | None,
+    kv_dtype: torch.dtype,
     decisions: list[Decision],
 ) -> tuple[int, int]:
     """(KV blocks, max_model_len): the pool must hold one request of full length."""
@@ -238,7 +250,7 @@ def _size_pool(
                 config.block_size,
                 m.num_kv_heads,
                 m.config.head_dim,
-                m.dtype,
+                kv_dtype,
             )
             for m in (model, draft)
             if m is not None

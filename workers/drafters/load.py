@@ -83,7 +83,11 @@ def load_draft(
 
 
 def make_drafter(
-    config: EngineConfig, draft: Model | DraftHead | None, num_blocks: int, group: TPGroup
+    config: EngineConfig,
+    draft: Model | DraftHead | None,
+    num_blocks: int,
+    group: TPGroup,
+    kv_dtype: torch.dtype,
 ) -> Drafter:
     """The drafter, with a KV pool of its own for as many blocks as the target has."""
     speculative, k = config.speculative, config.speculative.max_draft_tokens
@@ -91,7 +95,7 @@ def make_drafter(
         return NoDrafter()
     if draft is None:
         return NgramDrafter(speculative.ngram_min, speculative.ngram_max, group)
-    kv_cache = draft.new_kv_cache(num_blocks, config.block_size)
+    kv_cache = draft.new_kv_cache(num_blocks, config.block_size, kv_dtype)
     cuts = DraftCuts(top_k=speculative.draft_top_k, top_p=speculative.draft_top_p)
     if isinstance(draft, DraftHead):
         return EagleDrafter(

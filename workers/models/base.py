@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from spectrue.workers.forward_batch import ForwardBatch, ForwardOutput
-from spectrue.workers.kv_cache import KVCachePool
+from spectrue.workers.kv_cache import KVCachePool, KVScales
 from spectrue.workers.models.config import ModelConfig
 
 
@@ -19,6 +19,7 @@ class Model(Protocol):
     dtype: torch.dtype
     device: torch.device
     num_kv_heads: int  # of this rank
+    kv_scales: KVScales  # of an OCP e4m3 cache, as the checkpoint says; () if it does not
     aux_layers: tuple[int, ...]  # decoder layers whose outputs a draft head reads, ascending
 
     def forward(self, batch: ForwardBatch, kv_cache: KVCachePool) -> ForwardOutput:
@@ -35,4 +36,8 @@ class Model(Protocol):
     ) -> Tensor | None:  # [rows, vocab_size] float32 on rank 0, None on the others
         ...
 
-    def new_kv_cache(self, num_blocks: int, block_size: int) -> KVCachePool: ...
+    def new_kv_cache(
+        self, num_blocks: int, block_size: int, dtype: torch.dtype | None = None
+    ) -> KVCachePool:
+        """A pool of `dtype`, or of the model's."""
+        ...

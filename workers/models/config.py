@@ -99,6 +99,16 @@ def eos_token_ids(path: Path, hf: Any) -> tuple[int, ...]:
     return tuple(sorted(eos))
 
 
+def _quantizes_weights(quantization: Mapping[str, Any] | None) -> bool:
+    """Not if it only says that scales of an fp8 KV cache come along (compressed-tensors)."""
+    if quantization is None:
+        return False
+    scheme = quantization.get("kv_cache_scheme") or {}
+    fp8 = (scheme.get("type"), scheme.get("num_bits")) == ("float", 8)
+    known = quantization.get("quant_method") == "compressed-tensors"
+    return bool(quantization.get("config_groups")) or not (known and fp8)
+
+
 def config_from_hf(path: Path) -> ModelConfig:
     """Read `config.json` (and the EOS ids of `generation_config.json`) of a directory."""
     raw = read_json(path / "config.json")
@@ -119,7 +129,9 @@ def config_from_hf(path: Path) -> ModelConfig:
     partial = rope.get("partial_rotary_factor", getattr(hf, "partial_rotary_factor", None))
     _require(partial in (None, 1.0), path, f"partial_rotary_factor {partial} is not supported")
     _require(
-        "quantization_config" not in raw, path, "quantized Hugging Face weights are not supported"
+        not _quantizes_weights(raw.get("quantization_config")),
+        path,
+        "quantized Hugging Face weights are not supported",
     )
     window = getattr(hf, "sliding_window", None)  # Qwen's is None unless use_sliding_window is set
     kinds = getattr(hf, "layer_types", None) or ["sliding_attention"] * hf.num_hidden_layers

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from spectrue.workers.errors import ModelLoadError
 from spectrue.workers.forward_batch import ForwardBatch, ForwardOutput
-from spectrue.workers.kv_cache import KVCachePool
+from spectrue.workers.kv_cache import KVCachePool, KVScales
 from spectrue.workers.models.generic_attention import PAGED, register, running
 from spectrue.workers.models.generic_check import check_pieces, probe_attention
 from spectrue.workers.models.generic_config import model_config
@@ -55,6 +55,7 @@ class GenericModel:
         self.dtype: torch.dtype = hf.dtype
         self.device = device
         self._group = group
+        self.kv_scales: KVScales = ()
         self.aux_layers: tuple[int, ...] = ()
         self._base = hf.base_model
         self._head, self._given = _head(path, hf)
@@ -79,7 +80,7 @@ class GenericModel:
     @torch.no_grad()
     def forward(self, batch: ForwardBatch, kv_cache: KVCachePool) -> ForwardOutput:
         """Write the KV of the batch; hidden states of each token."""
-        with running(self.layers, batch, kv_cache):
+        with running(self.layers, batch, kv_cache, self.dtype):
             hidden = self._base(
                 input_ids=batch.input_ids[None], position_ids=batch.positions[None], use_cache=False
             ).last_hidden_state[0]
@@ -107,15 +108,18 @@ class GenericModel:
         del self._given.hidden
         return logits[0].float() if self._group.rank == 0 else None
 
-    def new_kv_cache(self, num_blocks: int, block_size: int) -> KVCachePool:
+    def new_kv_cache(
+        self, num_blocks: int, block_size: int, dtype: torch.dtype | None = None
+    ) -> KVCachePool:
         return KVCachePool(
             self.config.num_layers,
             num_blocks,
             block_size,
             self.num_kv_heads,
             self.config.head_dim,
-            self.dtype,
+            dtype or self.dtype,
             self.device,
+            self.kv_scales,
         )
 
 

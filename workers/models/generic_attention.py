@@ -91,14 +91,17 @@ def register() -> None:
 
 @contextmanager
 def running(
-    layers: Sequence[LayerAttention], batch: ForwardBatch, kv_cache: KVCachePool
+    layers: Sequence[LayerAttention],
+    batch: ForwardBatch,
+    kv_cache: KVCachePool,
+    dtype: torch.dtype,  # of the queries
 ) -> Iterator[None]:
     """Within it a model set to `PAGED` serves this batch."""
     metadata = AttentionMetadata.build(
         batch,
         kv_cache.block_size,
         layers[0].num_heads // layers[0].num_kv_heads,
-        kv_cache.layers[0].dtype,
+        dtype,
         windows={layer.window for layer in layers},
     )
     token = _running.set(_Running(layers, batch, kv_cache, metadata))
@@ -144,6 +147,7 @@ def _attend(
         scale=layer.scale,
         window=layer.window,
         softcap=layer.softcap,
+        scales=now.kv_cache.scales[index],
     )
     return out.view(1, -1, layer.num_heads, size)[..., : layer.value_dim], None
 

@@ -33,6 +33,9 @@ def load_generic(
 
     A rank reads the whole checkpoint into memory and keeps its part.
     """
+    from spectrue.workers.weights_kv_scales import read_kv_scales
+    from spectrue.workers.weights_safetensors import SafetensorsFiles
+
     config = read_hf_config(path)
     register()
     hf = _dummy(config, dtype, device) if dummy else _read(path, config, dtype)
@@ -40,6 +43,8 @@ def load_generic(
     if group.size > 1:
         shard(hf, group)  # before it goes to the device: only this rank's part does
     model = GenericModel(path, hf.to(device), device, group, vocab_size)
+    if not dummy:
+        model.kv_scales = read_kv_scales(path, SafetensorsFiles(path), config.num_hidden_layers)
     logger.info("%s runs by transformers' %s", path.name, type(hf).__name__)
     if progress is not None:
         progress(1, 1)
@@ -71,9 +76,10 @@ def _read(path: Path, config: Any, dtype: torch.dtype) -> Any:
         if bars:
             hf_logging.enable_progress_bar()
     from spectrue.workers.weights import named
+    from spectrue.workers.weights_kv_scales import is_kv_scale
     from spectrue.workers.weights_mtp import is_mtp_weight, num_mtp_layers
 
-    unused = {str(name) for name in info["unexpected_keys"]}
+    unused = {n for name in info["unexpected_keys"] if not is_kv_scale(n := str(name))}
     if num_mtp_layers(config.to_dict()):  # for drafter `mtp`
         unused = {n for n in unused if not is_mtp_weight(n, config.num_hidden_layers)}
     wrong = {str(name) for name, *_ in info["mismatched_keys"]}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from spectrue.workers.attention import AttentionMetadata
@@ -78,13 +79,15 @@ class DraftHead(ABC):
         queries_per_kv = self.config.num_heads // self.config.num_kv_heads
         return AttentionMetadata.build(batch, kv_cache.block_size, queries_per_kv, self.dtype)
 
-    def new_kv_cache(self, num_blocks: int, block_size: int) -> KVCachePool:
+    def new_kv_cache(
+        self, num_blocks: int, block_size: int, dtype: torch.dtype | None = None
+    ) -> KVCachePool:
         return KVCachePool(
             self.config.num_layers,
             num_blocks,
             block_size,
             self.num_kv_heads,
             self.config.head_dim,
-            self.dtype,
+            dtype or self.dtype,
             self.device,
         )

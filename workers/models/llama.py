@@ -8,7 +8,7 @@ from torch import Tensor
 from spectrue.kernels import dispatch
 from spectrue.workers.attention import AttentionMetadata, paged_attention
 from spectrue.workers.forward_batch import ForwardBatch, ForwardOutput
-from spectrue.workers.kv_cache import KVCachePool
+from spectrue.workers.kv_cache import KVCachePool, KVScales
 from spectrue.workers.models.config import ModelConfig
 from spectrue.workers.models.layers import (
     RMSNorm,
@@ -58,7 +58,11 @@ class Attention:
         if qkv.is_cuda:
             self._rotate_and_write(qkv, rope, batch, kv_cache)
             attended = paged_attention(
-                query, kv_cache.layers[self.layer], metadata, window=self.window
+                query,
+                kv_cache.layers[self.layer],
+                metadata,
+                window=self.window,
+                scales=kv_cache.scales[self.layer],
             )
             return self.out(attended, residual)
         if self.q_norm is not None and self.k_norm is not None:
@@ -68,7 +72,13 @@ class Attention:
         rotate_(qkv[:, : heads + kv_heads], *rope)
         kv = qkv[:, heads:].view(-1, 2, kv_heads, self.head_dim)
         kv_cache.write(self.layer, batch.slot_mapping, kv)
-        attended = paged_attention(query, kv_cache.layers[self.layer], metadata, window=self.window)
+        attended = paged_attention(
+            query,
+            kv_cache.layers[self.layer],
+            metadata,
+            window=self.window,
+            scales=kv_cache.scales[self.layer],
+        )
         if attended.shape[0] != x.shape[0]:
             attended = attended.repeat(x.shape[0], 1)
         return self.out(attended, residual)
@@ -80,6 +90,7 @@ class Attention:
         batch: ForwardBatch,
         kv_cache: KVCachePool,
     ) -> None:
+        k_scale, v_scale = kv_cache.scales[self.layer]
         dispatch.rope_write_kv(
             qkv,
             *rope,
@@ -89,6 +100,8 @@ class Attention:
             q_norm=None if self.q_norm is None else self.q_norm.weight,
             k_norm=None if self.k_norm is None else self.k_norm.weight,
             eps=self.eps,
+            k_scale=k_scale,
+            v_scale=v_scale,
         )
 
 
@@ -153,6 +166,7 @@ class LlamaModel:
             layer.attention.window = window
         self.norm = RMSNorm(read, "model.norm", config.rms_norm_eps)
         self.rope = RotaryEmbedding(config, read.device)
+        self.kv_scales: KVScales = ()  # of the checkpoint, for OCP's e4m3
         self.aux_layers: tuple[int, ...] = ()  # whose outputs a draft head reads, ascending
 
     @torch.no_grad()
@@ -192,13 +206,16 @@ class LlamaModel:
     ) -> Tensor | None:  # [rows, vocab_size] on rank 0, None on the others
         return self.vocab.logits(hidden)
 
-    def new_kv_cache(self, num_blocks: int, block_size: int) -> KVCachePool:
+    def new_kv_cache(
+        self, num_blocks: int, block_size: int, dtype: torch.dtype | None = None
+    ) -> KVCachePool:
         return KVCachePool(
             self.config.num_layers,
             num_blocks,
             block_size,
             self.num_kv_heads,
             self.config.head_dim,
-            self.dtype,
+            dtype or self.dtype,
             self.device,
+            self.kv_scales,
         )
