@@ -14,11 +14,15 @@ from torch import Tensor
 from spectrue.workers.errors import ConfigError
 from spectrue.workers.models.base import Model
 from spectrue.workers.models.config import read_json
-from spectrue.workers.models.head import DraftHead
+from spectrue.workers.models.generic import GenericModel
+from spectrue.workers.models.generic_mtp import LAYER, load_mtp_layer
+from spectrue.workers.models.head import DraftHead, HeadParts
 from spectrue.workers.models.head_config import HeadConfig
+from spectrue.workers.models.head_shapes import head_weights
 from spectrue.workers.parallel import TPGroup
-from spectrue.workers.weights import Progress, TensorFiles
+from spectrue.workers.weights import Progress, TensorFiles, WeightReader, check_weights
 from spectrue.workers.weights_head import Renamed, build_head, open_files
+from spectrue.workers.weights_kv_scales import is_kv_scale
 
 COUNTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")
 # DeepSeek-V3's and GLM-4's names, below model.layers.{num_hidden_layers}; then Qwen3-Next's.
@@ -47,6 +51,8 @@ def mtp_names(names: Iterable[str], num_layers: int) -> tuple[dict[str, str], bo
     found: dict[str, str] = {}
     prefix, qwen = f"model.layers.{num_layers}.", False
     for name in names:
+        if is_kv_scale(name):
+            continue
         if name.startswith(prefix):
             ours = name.removeprefix(prefix)
             if not ours.startswith(_OWN):
@@ -87,7 +93,8 @@ def load_mtp(
 ) -> tuple[DraftHead, HeadConfig]:
     """Load this rank's shard of the MTP layer in the target's checkpoint.
 
-    Raises ConfigError where there is none, or where its decoder layer is not Llama's.
+    A target that runs by transformers has its decoder layer run so too. Raises ConfigError where
+    there is none, or where a target of our own has one that is not Llama's.
     """
     count = num_mtp_layers(read_json(path / "config.json")) if path.is_dir() else 0
     if not count:
@@ -104,7 +111,6 @@ def load_mtp(
         )
     renamed = Renamed(files, names)
     shapes = renamed.shapes()
-    _refuse(path, shapes, target)
     config = HeadConfig(
         method="mtp",
         model=replace(target.config, num_layers=1),
@@ -112,12 +118,27 @@ def load_mtp(
         target_hidden_size=target.config.hidden_size,
     )
     source = _OnePlus(renamed) if qwen else renamed
+    if isinstance(target, GenericModel):
+        outer = replace(config, model=replace(config.model, num_layers=0))
+        expected = head_weights(outer, shapes)
+        own = {n: shape for n, shape in shapes.items() if not n.startswith(LAYER)}
+        check_weights(path, own, expected, tied=False)
+        parts = HeadParts(
+            config=config,
+            read=WeightReader(source, expected, dtype, target.device, group, progress),
+            names=frozenset(expected),
+            target=target,
+            vocab=None,
+            group=group,
+        )
+        return load_mtp_layer(path, renamed, target, parts), config
+    _refuse(path, shapes, target)
     head = build_head(path, config, source, shapes, target, None, dtype, group, progress)
     return head, config
 
 
 def _refuse(path: Path, shapes: Mapping[str, tuple[int, ...]], target: Model) -> None:
-    """Decoder layers that only transformers' code could run, which does not run them alone."""
+    """Decoder layers that a target of our own file could not have itself."""
     kinds = []
     query = shapes.get("layers.0.self_attn.q_proj.weight")
     if any("kv_a_proj_with_mqa" in name for name in shapes):
@@ -129,6 +150,6 @@ def _refuse(path: Path, shapes: Mapping[str, tuple[int, ...]], target: Model) ->
     if kinds:
         raise ConfigError(
             f"speculative.drafter: mtp: the multi-token-prediction layer of {path} has "
-            f"{' and '.join(kinds)}; only Llama-like ones are supported so far. Use ngram, or an "
-            f"eagle3 head of this target"
+            f"{' and '.join(kinds)}, which {target.config.family} models do not have. Use "
+            f"ngram, or an eagle3 head of this target"
         )
