@@ -48,6 +48,7 @@ class SpeculativeSection(Section):
     simulated_acceptance: list[float] | None = None
     simulated_accept_length: float | None = None
     draft_model: str | None = None
+    token_map: str | None = None
     aux_layer_convention: AuxLayerConvention | None = None
     strict_draft: bool | None = None
     draft_top_k: int | None = None

@@ -43,6 +43,7 @@ class SpeculativeConfig:
     simulated_acceptance: tuple[float, ...] = ()  # benchmarks: draft i is accepted at this rate
     simulated_accept_length: float | None = None  # the same, by 1 + the sum of those rates
     draft_model: str | None = None  # checkpoint of drafter draft_model, eagle or eagle3
+    token_map: str | None = None  # of an eagle head: a file with the target ids that it drafts
     aux_layer_convention: AuxLayerConvention = "auto"  # of an eagle3 checkpoint
     strict_draft: bool = False  # refuse to start with a head that drafts nothing right
     draft_top_k: int = 0  # cuts the draft law on top of the request's top_k; 0 is off
@@ -73,6 +74,11 @@ class SpeculativeConfig:
         _check_choice(p + "aux_layer_convention", AuxLayerConvention, self.aux_layer_convention)
         _check(self.draft_top_k >= 0, p + "draft_top_k", "at least 0", self.draft_top_k)
         _check(0 < self.draft_top_p <= 1, p + "draft_top_p", "in (0, 1]", self.draft_top_p)
+        if self.token_map is not None and self.drafter != "eagle":
+            raise ConfigError(
+                f"{p}token_map is for {p}drafter: eagle (an eagle3 head has its own d2t), not "
+                f"{self.drafter}"
+            )
         if (self.drafter in HAS_CHECKPOINT) != (self.draft_model is not None):
             raise ConfigError(
                 f"{p}draft_model (a path) and {p}drafter: {', '.join(HAS_CHECKPOINT)} need each "

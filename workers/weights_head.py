@@ -23,9 +23,16 @@ from spectrue.workers.models.layers import check_shards
 from spectrue.workers.models.mtp import MTPHead
 from spectrue.workers.parallel import TPGroup
 from spectrue.workers.proposal import DraftVocab
-from spectrue.workers.weights import Progress, TensorFiles, WeightReader, check_weights
+from spectrue.workers.weights import (
+    Progress,
+    TensorFiles,
+    WeightReader,
+    check_weights,
+    open_source,
+)
 from spectrue.workers.weights_dummy import DummySource
 from spectrue.workers.weights_safetensors import SafetensorsFiles
+from spectrue.workers.weights_token_map import WithTokenMap, read_token_map
 from spectrue.workers.weights_torch import FILE as TORCH_FILE
 from spectrue.workers.weights_torch import TorchFile
 
@@ -118,6 +125,8 @@ def load_head(
     group: TPGroup,
     progress: Progress | None = None,
     load_format: LoadFormat = "auto",
+    token_map: str | None = None,  # a file with the draft vocabulary of an `eagle` head
+    target_path: Path | None = None,  # whose output head is cut to it
 ) -> tuple[DraftHead, HeadConfig]:
     """Load this rank's shard of an `eagle` or `eagle3` head of `target`.
 
@@ -133,6 +142,11 @@ def load_head(
     config = head_config(
         raw, path, "eagle3" if method == "eagle3" else "eagle", target.config, convention
     )
+    hot = None
+    if token_map is not None:
+        hot = read_token_map(Path(token_map), target.config.vocab_size)
+        config = replace(config, draft_vocab_size=len(hot))
+    _check_hot_vocab(path, raw.get("hot_vocab_size"), hot)
     files: TensorFiles
     if load_format == "dummy":
         shapes = head_weights(config, {})
@@ -140,9 +154,24 @@ def load_head(
         vocab = _dummy_vocab(config)
     else:
         renamed = Renamed(found := open_files(path), canonical(found.shapes()))
-        files, shapes = renamed, renamed.shapes()
-        vocab = read_vocab(path, renamed, config)
+        if hot is not None and target_path is not None:
+            whole = open_files(target_path) if target_path.is_dir() else open_source(target_path)
+            files = WithTokenMap(renamed, whole, hot, path)
+            vocab = make_vocab(hot, target.config.vocab_size)
+        else:
+            files, vocab = renamed, read_vocab(path, renamed, config)
+        shapes = dict(files.shapes())
     return build_head(path, config, files, shapes, target, vocab, dtype, group, progress), config
+
+
+def _check_hot_vocab(path: Path, declared: int | None, hot: Tensor | None) -> None:
+    """A head may say how many tokens it was trained to draft."""
+    if declared is not None and declared != (None if hot is None else len(hot)):
+        found = "no speculative.token_map is set" if hot is None else f"the map has {len(hot)}"
+        raise ConfigError(
+            f"{path} drafts {declared} tokens (hot_vocab_size) that a speculative.token_map of as "
+            f"many ids must name; {found}"
+        )
 
 
 def build_head(

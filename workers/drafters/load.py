@@ -73,6 +73,8 @@ def load_draft(
         group=group,
         progress=progress,
         load_format=config.load_format,
+        token_map=speculative.token_map,
+        target_path=target_path,
     )
     if found.aux_reason:
         layers = ", ".join(map(str, found.aux_layers)) or "none"

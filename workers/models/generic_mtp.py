@@ -108,17 +108,25 @@ def _read(
         for name, shape in shapes.items()
         if not name.endswith(".rotary_emb.inv_freq")
     }
+    from transformers.utils import logging as hf_logging
+
     unread = torch.zeros(VOCAB, config.hidden_size, dtype=dtype)
     weights |= {f"{prefix}.embed_tokens.weight": unread, "lm_head.weight": unread.clone()}
-    hf, info = kind.from_pretrained(
-        None,
-        config=config,
-        state_dict=weights,
-        dtype=dtype,
-        attn_implementation=PAGED,
-        output_loading_info=True,
-        ignore_mismatched_sizes=True,  # named below
-    )
+    bars = hf_logging.is_progress_bar_enabled()
+    hf_logging.disable_progress_bar()
+    try:
+        hf, info = kind.from_pretrained(
+            None,
+            config=config,
+            state_dict=weights,
+            dtype=dtype,
+            attn_implementation=PAGED,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # named below
+        )
+    finally:
+        if bars:
+            hf_logging.enable_progress_bar()
     for what, names in (
         ("lacks weights of", {str(n) for n in info["missing_keys"]}),
         ("has weights that would be ignored in", {str(n) for n in info["unexpected_keys"]}),
