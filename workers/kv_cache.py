@@ -49,6 +49,8 @@ class KVCachePool:
             (stored_scale(k, dtype), stored_scale(v, dtype))
             for k, v in scales or ((1.0, 1.0),) * num_layers
         )
+        inverse = 1 / torch.tensor(self.scales, dtype=torch.float64)
+        self._inverse = inverse.float().view(-1, 2, 1, 1).to(device)
 
     def key(self, layer: int) -> Tensor:
         """[num_blocks, block_size, num_kv_heads, head_dim], a strided view."""
@@ -72,9 +74,7 @@ class KVCachePool:
     ) -> None:
         data = self.layers[layer]
         if data.dtype in FP8_DTYPES:
-            k_scale, v_scale = self.scales[layer]
-            inverse = torch.tensor([1 / k_scale, 1 / v_scale], device=kv.device).view(2, 1, 1)
-            kv = quantize_fp8(kv, data.dtype, inverse).view(torch.uint8)
+            kv = quantize_fp8(kv, data.dtype, self._inverse[layer]).view(torch.uint8)
             data = data.view(torch.uint8)  # torch copies no fp8 by index
         data.index_copy_(0, slot_mapping, kv.to(data.dtype))
 

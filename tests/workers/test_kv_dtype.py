@@ -128,6 +128,26 @@ def test_logits_are_near_those_of_a_float32_cache(
     assert least < error.median() < most
 
 
+def test_the_gpus_write_is_the_cpus(tiny_qwen3: Path) -> None:
+    """The op that a GPU runs, by its reference, against rotation and `KVCachePool.write`."""
+    model: Any = load_model(tiny_qwen3, "float32")
+    model.kv_scales = ((0.5, 0.125), (1.0, 1.0))
+    tokens = tokens_of(9)
+    tables = torch.arange(3, dtype=torch.int32)[None]
+    batch = batch_of([(9, 9)], tables, 4)
+    pools = [model.new_kv_cache(3, 4, FNUZ) for _ in range(2)]
+    rope, x = model.rope.tables(batch.positions), model.vocab.embed(tokens)
+    normed, attention = model.layers[0].attention_norm(x), model.layers[0].attention
+    metadata = AttentionMetadata.build(batch, 4, 2, FP32)
+    attention(normed, x, rope, batch, pools[0], metadata)
+    qkv = attention.qkv(normed).view(9, -1, attention.head_dim)
+    attention._rotate_and_write(qkv, rope, batch, pools[1])
+    want, got = (pool.layers[0].float() for pool in pools)
+    assert float(want.abs().max()) > 1
+    assert float((want - got).ne(0).float().mean()) < 0.01  # a rounding that went the other way
+    torch.testing.assert_close(got, want, rtol=0.13, atol=2**-9)
+
+
 def test_speculation_changes_no_text(tiny_llama: Path, tmp_path: Path) -> None:
     """The law is that of this engine's own logits, whatever its cache has lost."""
     other = make_tiny_model(tmp_path, seed=7, layers=1)
