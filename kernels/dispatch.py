@@ -73,6 +73,7 @@ __all__ = [
     "platform_of",
     "process_logits",
     "quantize_fp8",
+    "record_law",
     "rms_norm",
     "rope_write_kv",
     "row_statistics",
@@ -99,6 +100,7 @@ _TRITON_OPS: dict[str, str] = {
     "gumbel": "spectrue.kernels.triton_philox",
     "logsumexp_rows": "spectrue.kernels.triton_rows",
     "process_logits": "spectrue.kernels.triton_process",
+    "record_law": "spectrue.kernels.triton_record",
     "row_statistics": "spectrue.kernels.triton_rows",
     "sample_rows": "spectrue.kernels.triton_draw",
     "uniform": "spectrue.kernels.triton_philox",
@@ -194,6 +196,7 @@ row_statistics = _op(reference.row_statistics)
 sample_rows = _op(reference.sample_rows)
 draw_inverse_cdf = _op(reference.draw_inverse_cdf)
 draw_gumbel = _op(reference.draw_gumbel)
+record_law = _op(reference.record_law)
 verify_match = _op(reference.verify_match)
 verify_rejection = _op(reference.verify_rejection)
 paged_attention = _op(reference.paged_attention)

@@ -5,7 +5,12 @@ float32 inside, float64 where the logits are float64 (exactness tests).
 
 from spectrue.kernels.philox import gumbel, uniform
 from spectrue.kernels.reference_attention import paged_attention
-from spectrue.kernels.reference_draw import draw_gumbel, draw_inverse_cdf, sample_rows
+from spectrue.kernels.reference_draw import (
+    draw_gumbel,
+    draw_inverse_cdf,
+    record_law,
+    sample_rows,
+)
 from spectrue.kernels.reference_layers import (
     add_rms_norm,
     linear,
@@ -32,6 +37,7 @@ __all__ = [
     "logsumexp_rows",
     "paged_attention",
     "process_logits",
+    "record_law",
     "rms_norm",
     "rope_write_kv",
     "row_statistics",

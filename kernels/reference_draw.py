@@ -6,7 +6,12 @@ import torch
 from torch import Tensor
 
 from spectrue.kernels.philox import chunk_exponentials, gumbel
-from spectrue.kernels.reference_rows import argmax_lowest, chunk_sums, valid_rows
+from spectrue.kernels.reference_rows import (
+    argmax_lowest,
+    chunk_sums,
+    logsumexp_rows,
+    valid_rows,
+)
 from spectrue.kernels.row_law import CHUNK, RowLaw
 
 # How a row draws its token, for sample_rows.
@@ -128,3 +133,52 @@ def draw_gumbel(
     best = torch.full_like(scaled[:, 0], float("-inf")).scatter_reduce_(0, row, score, "amax")
     column = torch.where(score == best[row], column, vocab_size - 1)
     return torch.full_like(rows, vocab_size - 1).scatter_reduce_(0, row, column, "amin")
+
+
+def record_law(
+    law: RowLaw,  # R rows
+    token_ids: Tensor,  # [R] int64, what was drawn, columns of the law
+    rows: Tensor,  # [R] int64, where each row is recorded
+    *,
+    logits: Tensor,  # [N, V] float32, contiguous; written
+    log_normalizer: Tensor,  # [N] float32; written
+    token_probs: Tensor,  # [N] float32; written
+) -> None:
+    """Record the law that tokens were drawn from: exp(logits - log_normalizer), and of the token.
+
+    Into memory of the caller's own, at the draw: what a drafter computes next may reuse its own
+    (sglang#37134). Two rows may go to one place only if nobody reads it. Rows that are no law leave
+    something that is no probability. Raises ValueError naming the argument.
+    """
+    check_record(law, token_ids, rows, logits, log_normalizer, token_probs)
+    scaled = law.scaled().float()
+    normalizer = logsumexp_rows(scaled)
+    drawn = scaled.gather(1, token_ids[:, None]).squeeze(1)
+    logits.index_copy_(0, rows, scaled)
+    log_normalizer.index_copy_(0, rows, normalizer)
+    token_probs.index_copy_(0, rows, (drawn - normalizer).exp().clamp(max=1.0))
+
+
+def check_record(
+    law: RowLaw,
+    token_ids: Tensor,
+    rows: Tensor,
+    logits: Tensor,
+    log_normalizer: Tensor,
+    token_probs: Tensor,
+) -> None:
+    for name, ids in (("token_ids", token_ids), ("rows", rows)):
+        if ids.shape != (law.num_rows,) or ids.dtype != torch.int64:
+            raise ValueError(f"{name} must be int64 [{law.num_rows}], not {tuple(ids.shape)}")
+    if logits.dim() != 2 or logits.shape[1] != law.vocab_size or not logits.is_contiguous():
+        raise ValueError(f"logits must be contiguous [N, {law.vocab_size}]")
+    for name, out in (("log_normalizer", log_normalizer), ("token_probs", token_probs)):
+        if out.shape != logits.shape[:1]:
+            raise ValueError(f"{name} must be [{logits.shape[0]}], not {tuple(out.shape)}")
+    for name, out in (
+        ("logits", logits),
+        ("log_normalizer", log_normalizer),
+        ("token_probs", token_probs),
+    ):
+        if out.dtype != torch.float32:
+            raise ValueError(f"{name} must be float32, not {out.dtype}")

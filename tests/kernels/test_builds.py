@@ -358,6 +358,18 @@ def _linears(size: int, dtype: torch.dtype) -> Iterator[Case]:
         yield f"linear {_name(dtype)} M={rows} N={size} K={size} {how}", call
 
 
+def _record(vocab_size: int, dtype: torch.dtype, cuts: Iterable[str]) -> object:
+    n = 16
+    return dispatch.record_law(
+        _process(_floats(n, vocab_size, dtype=dtype), cuts),
+        _ints(n),
+        _ints(n),
+        logits=_floats(64, vocab_size),
+        log_normalizer=_floats(64),
+        token_probs=_floats(64),
+    )
+
+
 def _cases() -> Iterator[Case]:
     """The first one that launches a kernel stands for it in the short run."""
     yield from _sampling(128256, BF16, thorough=True)
@@ -370,6 +382,9 @@ def _cases() -> Iterator[Case]:
     ):
         yield from _sampling(vocab_size, dtype)
     yield from _keyed()
+    for cuts in ((), CUTS):
+        how = "cuts" if cuts else "whole"
+        yield f"record_law bf16 V=32000 {how}", partial(_record, 32000, BF16, cuts)
     for mode in ATTENTION:
         yield from _attention(mode, 128, BF16, (32, 8), 16)
     for mode in ATTENTION:

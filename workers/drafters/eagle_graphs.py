@@ -284,13 +284,14 @@ class EagleGraphs:
             by_id = dispatch.draw_gumbel(law, *keys, token_ids=draws.vocab.target_ids)
             draft_ids = torch.where(at["kind"] == dispatch.DRAW_GUMBEL, by_id, draft_ids)
         if key.law:
-            scaled = law.scaled()
-            normalizer = dispatch.logsumexp_rows(scaled)
-            drawn = scaled.gather(1, draft_ids[:, None]).squeeze(1)
-            draws.law.logits.index_copy_(0, law_row, scaled)
-            draws.law.log_normalizer.index_copy_(0, law_row, normalizer)
-            probs = (drawn - normalizer).exp().clamp(max=1.0)
-            draws.law.token_probs.index_copy_(0, law_row, probs)
+            dispatch.record_law(
+                law,
+                draft_ids,
+                law_row,
+                logits=draws.law.logits,
+                log_normalizer=draws.law.log_normalizer,
+                token_probs=draws.law.token_probs,
+            )
         vocab = draws.vocab
         return draft_ids if vocab is None else vocab.target_ids.index_select(0, draft_ids)
 
