@@ -105,20 +105,21 @@ def _with_local_model(config: ServerConfig, console: Console) -> ServerConfig:
         speculative = replace(speculative, draft_model=str(draft))
     engine = engine.replace(model=str(path), served_model_name=engine.name, speculative=speculative)
     check_checkpoints(engine)
-    if engine.device == "auto" and engine.tp_size == 1 and _has_gpu():
+    if engine.device == "auto" and _num_gpus() >= engine.tp_size:
         # Ray shows a rank the GPUs that it asked for, so the choice is made before.
-        report("device = cuda: this machine has a GPU")
+        each = "a GPU" if engine.tp_size == 1 else f"GPUs for tp_size = {engine.tp_size}"
+        report(f"device = cuda: this machine has {each}")
         engine = engine.replace(device="cuda")
     return replace(config, engine=engine)
 
 
-def _has_gpu() -> bool:
-    """Without a context on it. torch is imported only where there is a driver."""
+def _num_gpus() -> int:
+    """Without a context on them. torch is imported only where there is a driver."""
     if not any(os.path.exists(path) for path in GPU_DEVICES):
-        return False
+        return 0
     import torch
 
-    return torch.cuda.is_available()
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
 def _start_ray(config: ServerConfig) -> None:

@@ -146,6 +146,7 @@ class EngineConfig:
     kv_cache_bytes: int | None = None  # without num_kv_blocks; default: 512 MiB, or 90 % of a GPU
     enable_prefix_caching: bool = True
     enable_graphs: bool = True  # CUDA and HIP graphs of decode steps; nothing on a CPU
+    enable_p2p_all_reduce: bool = True  # between GPUs, for small sums; nothing without tp_size > 1
     speculative: SpeculativeConfig = field(default_factory=SpeculativeConfig)
 
     def __post_init__(self) -> None:

@@ -33,8 +33,15 @@ from spectrue.workers.forward_batch import (
 from spectrue.workers.input_buffers import InputBuffers
 from spectrue.workers.model_runner import ModelRunner
 from spectrue.workers.packed import PackedTensors
+from spectrue.workers.parallel import TPGroup
 from spectrue.workers.rows import Rows, needs_edits
-from spectrue.workers.sampler import VerifyResult, collect, decide, process_rows
+from spectrue.workers.sampler import (
+    VerifyResult,
+    collect,
+    decide,
+    num_decided,
+    process_rows,
+)
 from spectrue.workers.verify_inputs import VerifyInputs, VerifyShape, from_device
 
 logger = logging.getLogger(__name__)
@@ -113,6 +120,7 @@ class StepGraphs:
         target: ModelRunner,
         buffers: InputBuffers,
         *,
+        group: TPGroup,
         device: torch.device,
         max_model_len: int,
         law: DraftLaw | None,  # the drafter's whole buffers, which every step's law begins
@@ -120,6 +128,7 @@ class StepGraphs:
     ) -> None:
         self.target = target
         self.buffers = buffers
+        self.group = group
         self.device = device
         self.max_model_len = max_model_len
         self.law = law
@@ -271,20 +280,24 @@ class StepGraphs:
         if key.verify.reject is not None and self.law is not None:
             law = self.law.first(key.verify.reject.num_drafts)
 
-        def step() -> Tensor:
+        length = num_decided(key.verify, self._simulated)
+        decided = torch.zeros(length, dtype=torch.int64, device=self.device)
+
+        def step() -> None:
             ids = from_device(batch.input_ids, feed.device["source"], self.tokens)
             fed = replace(batch, input_ids=ids.clamp(0, self.target.vocab_size - 1))
             output = self.target.forward(fed)
             if not key.feeds:
                 self._keep(output)
             logits = self.target.logits(output.hidden_states)
-            assert logits is not None
-            found = decide(process_rows(logits, inputs, {}), inputs, law, self._simulated)
-            self._go_on(key, feed, fed, output, found)
-            return found
+            if logits is not None:  # on rank 0
+                law_of_rows = process_rows(logits, inputs, {})
+                decided.copy_(decide(law_of_rows, inputs, law, self._simulated))
+            self.group.broadcast_(decided)
+            self._go_on(key, feed, fed, output, decided)
 
-        decided = torch.empty_like(warm_up(step, self.device))
-        graph = record(lambda: decided.copy_(step()), self._pool)
+        warm_up(step, self.device)
+        graph = record(step, self._pool)
         on_host = torch.empty(2, *decided.shape, dtype=decided.dtype).pin_memory()
         captured = _Captured(graph, feed, inputs, decided, (on_host[0], on_host[1]))
         self._captured[key] = captured

@@ -62,7 +62,7 @@ class Rank:
 
     def follow(self, address: str) -> None:
         """Returns when rank 0 shuts down."""
-        from spectrue.workers.worker import follow
+        from spectrue.workers.executor import follow
 
         follow(self._config, self._join(address))
 
@@ -90,10 +90,14 @@ class Rank:
         self._progress = (what, done, total)
 
     def _join(self, address: str) -> Any:
+        from spectrue.workers.device import rank_device
         from spectrue.workers.parallel import TPGroup
 
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-        return TPGroup.init(self._rank, self._config.tp_size, address)
+        config = self._config
+        # Of a rank that asked for no GPU, Ray may still show it the others'.
+        device = rank_device(config, self._rank, own_gpu=True) if gpus_of_rank(config) else None
+        return TPGroup.init(self._rank, config.tp_size, address, device=device)
 
 
 class RankDiedError(EngineDeadError):

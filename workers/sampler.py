@@ -121,6 +121,17 @@ def decide(
     return torch.cat([tensor.flatten().to(torch.int64) for tensor in found])
 
 
+def num_decided(shape: VerifyShape, simulated: bool = False) -> int:
+    """How long the vector of `decide` is, for a rank that has no logits."""
+    length = 0
+    if shape.walk is not None:
+        length += shape.walk.num_requests * (shape.walk.width + 3)
+        length += 2 * shape.walk.num_rows * simulated
+    if shape.reject is not None:
+        length += shape.reject.num_requests * (shape.reject.width + 3 + dispatch.NUM_GUARDS)
+    return length
+
+
 def _rows(law: RowLaw, index: Tensor | None) -> RowLaw:
     """Not `select`: as many rows as there are may still be others."""
     if index is None:

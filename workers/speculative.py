@@ -71,6 +71,7 @@ def start_step(
         t2 = time.perf_counter()
         if logits is not None and sampling:
             result = verify(logits, buffers, slots, [drafts[i] for i in sampling], proposal)
+        result = group.broadcast_object(result)  # a graph has broadcast it by itself
 
     def finish() -> StepOutput:
         nonlocal result, batch, output, t2
@@ -78,7 +79,6 @@ def start_step(
             assert graphs is not None
             result, batch, output = graphs.finish(in_flight)
             t2 = time.perf_counter()
-        result = group.broadcast_object(result)
         t3 = time.perf_counter()
 
         # Commit. KV of rejected drafts is dropped by not counting it.

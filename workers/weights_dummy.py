@@ -54,7 +54,8 @@ class DummySource:
 
     def read(self, name: str, dim: int, start: int, stop: int, dtype: torch.dtype) -> Tensor:
         whole = dummy_weight(name, self._shapes[name], dtype, self._device)
-        return whole.narrow(dim, start, stop - start)
+        part = whole.narrow(dim, start, stop - start)
+        return part if part.shape == whole.shape else part.clone()  # a view would keep the whole
 
 
 def check_dummy(path: Path) -> None:

@@ -14,6 +14,7 @@ import torch
 from spectrue.kernels.dispatch import FP8_DTYPES
 from spectrue.workers.config import EngineConfig
 from spectrue.workers.core import SchedulerOutput, StepOutput
+from spectrue.workers.device import rank_device
 from spectrue.workers.drafters.base import NoDrafter
 from spectrue.workers.drafters.eagle import EagleDrafter
 from spectrue.workers.drafters.load import load_draft, make_drafter
@@ -70,7 +71,7 @@ class Worker:
         self.group = group
         self.resolved = resolve_speculative(config.speculative)
         decisions.extend(self.resolved.decisions)
-        device = _device(config, decisions)
+        device = _device(config, group, decisions)
         threads = config.cpu_threads
         if threads is None:
             threads = max(1, (os.cpu_count() or 1) // config.tp_size)
@@ -114,7 +115,7 @@ class Worker:
                 scales, reason = "by layer", "those of the checkpoint"
             decisions.append(Decision("kv_cache_scales", scales, reason))
         num_blocks, max_model_len = _size_pool(
-            config, max_model_len, model, draft, kv_dtype, decisions
+            config, max_model_len, model, draft, kv_dtype, group, decisions
         )
         kv_cache = model.new_kv_cache(num_blocks, config.block_size, kv_dtype)
         self.target = ModelRunner(model, kv_cache)
@@ -146,15 +147,16 @@ class Worker:
     @torch.inference_mode()
     def launch(self, plan: SchedulerOutput) -> Callable[[], StepOutput]:
         """Start a step; the call that is returned ends it (see `start_step`)."""
+        if self.target.device.index:  # a thread's GPU is the first until it says otherwise
+            torch.cuda.set_device(self.target.device)
         finish = start_step(plan, self.buffers, self.target, self.drafter, self.group, self.graphs)
         return torch.inference_mode()(finish)
 
     def can_follow(self, plan: SchedulerOutput) -> bool:
         """Whether the next step of the same requests may be launched before `plan`'s has ended:
-        nothing that it needs is known on the host alone."""
+        nothing that it needs is known on the host alone. The same on every rank."""
         return (
             self.graphs is not None
-            and self.group.size == 1
             and isinstance(self.drafter, NoDrafter)
             and self.graphs.obstacle(plan) is None
         )
@@ -172,6 +174,7 @@ class Worker:
         graphs = StepGraphs(
             self.target,
             self.buffers,
+            group=self.group,
             device=model.device,
             max_model_len=max_model_len,
             law=self.drafter.law,
@@ -208,23 +211,22 @@ def _report(progress: Progress | None, what: str) -> Callable[[int, int], None] 
     return None if progress is None else (lambda done, total: progress(what, done, total))
 
 
-def _device(config: EngineConfig, decisions: list[Decision]) -> torch.device:
-    """Of this rank. Raises ConfigError for a GPU that is not there."""
-    available = torch.cuda.is_available()
-    name = config.device
-    if name == "auto":
-        name = "cuda" if available and config.tp_size == 1 else "cpu"
-        found = "a GPU was found" if available else "no GPU was found"
-        if available and config.tp_size > 1:
-            found = "tensor parallel groups compute on CPUs in this version"
-        decisions.append(Decision("device", name, found))
-    if name == "cpu":
-        return torch.device("cpu")
-    if not available:
-        raise ConfigError("device: cuda, but torch finds no GPU (NVIDIA's or AMD's) here")
-    if config.tp_size > 1:
-        raise ConfigError("device: cuda works with tp_size: 1 only in this version")
-    return torch.device("cuda", torch.cuda.current_device())
+def _device(config: EngineConfig, group: TPGroup, decisions: list[Decision]) -> torch.device:
+    """Of this rank; collectives of a group on GPUs are set up. Raises ConfigError."""
+    device = rank_device(config) if group.size == 1 else group.device
+    if config.device == "auto":
+        found = "a GPU was found" if device.type == "cuda" else "no GPU was found"
+        if group.size > 1:
+            found += f" for each of tp_size = {group.size} ranks"
+        decisions.append(Decision("device", device.type, found))
+    elif config.device != device.type:
+        raise ConfigError(f"device: {config.device}, but the ranks have met on {device.type}")
+    if group.size > 1 and device.type == "cuda" and config.enable_p2p_all_reduce:
+        reason = group.use_one_shot()
+        if reason is not None:
+            reason = f"all sums over the ranks go by NCCL: {reason}"
+            decisions.append(Decision("enable_p2p_all_reduce", "false", reason))
+    return device
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -237,9 +239,10 @@ def _size_pool(
     model: Model,
     draft: Model | DraftHead | None,
     kv_dtype: torch.dtype,
+    group: TPGroup,
     decisions: list[Decision],
 ) -> tuple[int, int]:
-    """(KV blocks, max_model_len): the pool must hold one request of full length."""
+    """(KV blocks, max_model_len), the same on every rank: room for one request of full length."""
     needed = -(-max_model_len // config.block_size)
     if config.num_kv_blocks is not None:
         num_blocks, setting = config.num_kv_blocks, "num_kv_blocks"
@@ -260,7 +263,8 @@ def _size_pool(
             size = CPU_KV_BYTES
             if model.device.type == "cuda":
                 free, _ = torch.cuda.mem_get_info(model.device)
-                size = max(int((free - GPU_RESERVE) * GPU_SHARE), 0)
+                # A rank's GPU may have less free than the others'.
+                size = group.least(max(int((free - GPU_RESERVE) * GPU_SHARE), 0))
         num_blocks, setting = size // per_block, "kv_cache_bytes"
         decisions.append(
             Decision("num_kv_blocks", str(num_blocks), f"{size} bytes of KV / {per_block} a block")
@@ -277,13 +281,3 @@ def _size_pool(
         )
     decisions.append(Decision("max_model_len", str(fits), f"what {setting} has room for"))
     return num_blocks, fits
-
-
-def follow(config: EngineConfig, group: TPGroup, progress: Progress | None = None) -> None:
-    """The life of a rank other than 0: execute rank 0's plans until it says None."""
-    worker = Worker(config, group, progress)
-    while True:
-        plan: SchedulerOutput | None = group.broadcast_object(None)
-        if plan is None:
-            return
-        worker.launch(plan)()

@@ -24,6 +24,7 @@ def bundles(**engine: Any) -> list[dict[str, float]]:
 
 def test_bundles() -> None:
     assert bundles(device="cuda") == [{"CPU": REPLICA_CPUS + RANK_CPUS, "GPU": 1}]
+    assert [bundle["GPU"] for bundle in bundles(device="cuda", tp_size=2)] == [1, 1]
     for device in ("cpu", "auto"):
         assert bundles(device=device, tp_size=2) == [
             {"CPU": REPLICA_CPUS + RANK_CPUS},
@@ -32,13 +33,14 @@ def test_bundles() -> None:
 
 
 @pytest.mark.parametrize(
-    ("driver", "works", "device", "tp_size", "expected"),
+    ("driver", "gpus", "device", "tp_size", "expected"),
     [
-        (True, True, "auto", 1, "cuda"),
-        (True, False, "auto", 1, "auto"),  # a driver that torch cannot use
-        (False, True, "auto", 1, "auto"),
-        (True, True, "cpu", 1, "cpu"),
-        (True, True, "auto", 2, "auto"),
+        (True, 1, "auto", 1, "cuda"),
+        (True, 0, "auto", 1, "auto"),  # a driver that torch cannot use
+        (False, 1, "auto", 1, "auto"),
+        (True, 1, "cpu", 1, "cpu"),
+        (True, 1, "auto", 2, "auto"),
+        (True, 2, "auto", 2, "cuda"),
     ],
 )
 def test_serve_takes_the_gpu_of_this_machine(
@@ -46,7 +48,7 @@ def test_serve_takes_the_gpu_of_this_machine(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     driver: bool,
-    works: bool,
+    gpus: int,
     device: Any,
     tp_size: int,
     expected: str,
@@ -55,11 +57,12 @@ def test_serve_takes_the_gpu_of_this_machine(
     if driver:
         file.touch()
     monkeypatch.setattr(serve_local, "GPU_DEVICES", (str(file),))
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: works)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setattr(serve_local, "resolve_model", lambda model, progress: tmp_path)
     monkeypatch.setattr(serve_local, "check_checkpoints", lambda engine: None)  # none is there
     engine = EngineConfig(model="m", device=device, tp_size=tp_size)
     config = ServerConfig(engine=engine, serve=ServeSection())
     resolved = serve_local._with_local_model(config, Console())
     assert resolved.engine.device == expected
-    assert ("this machine has a GPU" in capsys.readouterr().out) == (expected == "cuda")
+    assert ("this machine has" in capsys.readouterr().out) == (expected == "cuda")

@@ -1,33 +1,27 @@
 """Steps in graphs: the texts of eager steps, whatever their memory is used for in between.
 
-Without a GPU (SPECTRUE_TEST_DEVICE) a graph is faked by the function that it would have captured:
-the same padded inputs, the same buffers, replayed by calling it again.
+Without a GPU (SPECTRUE_TEST_DEVICE) they are faked (`fake_graphs.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
-from spectrue.kernels import dispatch
-from spectrue.workers import graphs as graphs_module
 from spectrue.workers.core import SchedulerOutput
-from spectrue.workers.drafters import eagle_graphs
 from spectrue.workers.drafters.base import DraftProposal
 from spectrue.workers.drafters.eagle import EagleDrafter
 from spectrue.workers.engine import Engine
 from spectrue.workers.executor import GroupExecutor
 from spectrue.workers.graphs import StepGraphs
-from spectrue.workers.kv_cache import KVCachePool
 from spectrue.workers.packed import PackedTensors
 from spectrue.workers.worker import Worker
 
+from .fake_graphs import fake_graphs, use_graphs
 from .harness import DEVICE, complete, make_engine, make_request
 from .heads import copying_eagle3, draft_table, second_order_target
 
@@ -41,34 +35,9 @@ KINDS: tuple[dict[str, Any], ...] = (
 )
 
 
-class FakeGraph:
-    def __init__(self, step: Callable[[], object]) -> None:
-        self.replay = step
-
-
 @pytest.fixture(autouse=True)
 def _graphs_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    if DEVICE == "cuda":
-        yield
-        return
-    write = KVCachePool.write
-
-    def write_kept(self: KVCachePool, layer: int, slot_mapping: Tensor, kv: Tensor) -> None:
-        kept = slot_mapping >= 0  # as the GPU's kernel does
-        write(self, layer, slot_mapping[kept], kv[kept])
-
-    for module in (graphs_module, eagle_graphs):
-        monkeypatch.setattr(module, "warm_up", lambda step, device: step())
-        monkeypatch.setattr(module, "record", lambda step, pool: FakeGraph(step))
-    stream = SimpleNamespace(synchronize=lambda: None)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
-    event = SimpleNamespace(record=lambda: None, synchronize=lambda: None)
-    monkeypatch.setattr(torch.cuda, "Event", lambda: event)
-    monkeypatch.setattr(Tensor, "pin_memory", lambda tensor: tensor)
-    monkeypatch.setattr(KVCachePool, "write", write_kept)
-    monkeypatch.setattr(dispatch, "platform_of", lambda device: "cuda")  # the paged attention
-    with dispatch.use_backend("reference"):
+    with fake_graphs(monkeypatch):
         yield
 
 
@@ -78,18 +47,7 @@ def worker_of(engine: Engine) -> Worker:
 
 
 def graphed(engine: Engine) -> Engine:
-    worker = worker_of(engine)
-    if worker.graphs is None:
-        worker.graphs = StepGraphs(
-            worker.target,
-            worker.buffers,
-            device=torch.device("cpu"),
-            max_model_len=worker.info.max_model_len,
-            law=worker.drafter.law,
-            keep_hidden_states=worker.drafter.needs_hidden_states,
-        )
-        if isinstance(worker.drafter, EagleDrafter):
-            worker.drafter.use_graphs(worker.graphs)
+    use_graphs(worker_of(engine))
     return engine
 
 

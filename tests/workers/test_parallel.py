@@ -57,6 +57,9 @@ def _verify() -> dict[int, tuple[int, Tensor]]:
 def _collectives(group: TPGroup) -> None:
     assert group.all_reduce_(torch.tensor([1.0 + group.rank])).item() == 3
     assert group.broadcast_(torch.tensor([7 + group.rank])).item() == 7
+    assert group.least(5 - group.rank) == 4
+    assert "device type cpu" in (group.use_one_shot() or "")  # refused, and sums go on
+    assert group.all_reduce_(torch.ones(4)).tolist() == [2] * 4
     gathered = group.gather_vocab(torch.full((3, 2), group.rank))
     if group.rank == 0:
         assert gathered is not None

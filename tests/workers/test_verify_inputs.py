@@ -65,7 +65,11 @@ def test_a_padded_step_decides_as_the_exact_one(
         law = None
         if shape.reject is not None and whole_law is not None:
             law = whole_law.first(shape.reject.num_drafts)
-        decided = sampler.decide(sampler.process_rows(padded, inputs, {}), inputs, law)
+        processed = sampler.process_rows(padded, inputs, {})
+        decided = sampler.decide(processed, inputs, law)
+        assert len(decided) == sampler.num_decided(shape)  # for ranks that have no logits
+        simulated = sampler.decide(processed, inputs, law, simulated=True)
+        assert len(simulated) == sampler.num_decided(shape, simulated=True)
         got = sampler.collect(decided.numpy(), shape, buffers, rows, logits.shape[1])
         want = exact(logits, buffers, slots, drafts, proposal)
         assert got == want

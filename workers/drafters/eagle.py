@@ -140,6 +140,7 @@ class EagleDrafter:
             self.draws,
             self.hidden,
             steps.tokens,
+            self.group,
             k=self.k,
             max_num_seqs=len(self.hidden) - 1,
         )

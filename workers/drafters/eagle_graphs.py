@@ -2,7 +2,8 @@
 
 One replay drafts every depth: the token of one is the input of the next, on the device. Inputs are
 filled by one copy; hidden states, tokens and laws go to the engine's own buffers within the graph.
-A request or a depth that is not there writes its KV nowhere and its law into a spare row.
+A request or a depth that is not there writes its KV nowhere and its law into a spare row. Rank 0
+draws; each depth's tokens are broadcast within the graph, before they are fed.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from spectrue.workers.graphs import batch_buckets, record, warm_up
 from spectrue.workers.input_buffers import InputBuffers
 from spectrue.workers.model_runner import HeadRunner
 from spectrue.workers.packed import PackedTensors
+from spectrue.workers.parallel import TPGroup
 
 _KINDS = {
     "greedy": dispatch.DRAW_ARGMAX,
@@ -83,6 +85,7 @@ class EagleGraphs:
         draws: ChainDraws,
         hidden: Tensor,  # [max_num_seqs + 1, hidden]
         tokens: Tensor,  # [max_num_seqs + 1, k + 1] int64, of `StepGraphs`: drafts go to 1 .. k
+        group: TPGroup,
         *,
         k: int,
         max_num_seqs: int,
@@ -90,7 +93,7 @@ class EagleGraphs:
         self.runner, self.draws, self.hidden, self.k = runner, draws, hidden, k
         self.tokens = tokens
         self._drafted = torch.cuda.Event()
-        self.device = runner.device
+        self.group, self.device = group, runner.device
         self.sizes = batch_buckets(max_num_seqs)
         self.fallbacks: Counter[str] = Counter()  # by reason
         self._chains: dict[_ChainKey, _Chain] = {}
@@ -236,12 +239,13 @@ class EagleGraphs:
                     )
                     hidden = self.runner.forward(batch, hidden)
                 logits = self.runner.logits(hidden)
-                assert logits is not None
-                token_ids[depth].copy_(
-                    self._draw(
-                        logits, key, inputs, of("noise_position", depth), of("law_row", depth)
+                if logits is not None:  # on rank 0
+                    token_ids[depth].copy_(
+                        self._draw(
+                            logits, key, inputs, of("noise_position", depth), of("law_row", depth)
+                        )
                     )
-                )
+                self.group.broadcast_(token_ids[depth])
                 self.tokens.view(-1).index_copy_(0, first + depth, token_ids[depth])
 
         warm_up(step, self.device)
