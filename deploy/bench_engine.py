@@ -163,6 +163,7 @@ def run(
             "dtype": engine.info.dtype,
             "load_format": config.load_format,
             "num_speculative_tokens": k,
+            "tree": None if resolved.tree is None else asdict(resolved.tree),
             "depth": resolved.depth,
             "steps_by_depth": dict(sorted(depths.items())),
             "simulated_acceptance": list(resolved.simulated_acceptance),
@@ -180,6 +181,9 @@ def run(
         table.add_row("weights", "RANDOM (load_format: dummy)")
     table.add_row("batch size", str(result.batch_size))
     table.add_row("drafter", f"{result.drafter}, k={k}, verify {resolved.verify_method}")
+    if resolved.tree is not None:
+        kind = "dynamic" if resolved.tree.dynamic else "static"
+        table.add_row("tree", f"{kind}, topk {resolved.tree.topk}, size {resolved.tree.size}")
     if resolved.simulated_acceptance:
         rates = ", ".join(f"{rate:.3g}" for rate in resolved.simulated_acceptance)
         table.add_row("acceptance", f"SIMULATED, {rates}")

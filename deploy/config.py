@@ -25,6 +25,7 @@ from spectrue.workers.config import (
     KVCacheDType,
     LoadFormat,
     SpeculativeConfig,
+    TreeKind,
     VerifyMethod,
 )
 from spectrue.workers.core import shown
@@ -43,6 +44,9 @@ class SpeculativeSection(Section):
 
     drafter: DrafterName | None = None
     num_speculative_tokens: int | None = None
+    tree_topk: int | None = None
+    tree_size: int | None = None
+    tree_kind: TreeKind | None = None
     depth: Depth | None = None
     depth_schedule: list[list[int]] | None = None
     simulated_acceptance: list[float] | None = None

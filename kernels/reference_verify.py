@@ -158,6 +158,8 @@ def _walk_tree(
         hit = ours & (parents[place] == last[:, None]) & (draft[place] == target[row, None])
         hit &= row_valid[row, None]
         found = hit.any(1)
+        if not found.any():
+            break  # all have stopped
         child = hit.to(torch.int64).argmax(1)  # the first
         token = draft[place.gather(1, child[:, None]).squeeze(1)]
         output[:, depth] = torch.where(found, token, output[:, depth])

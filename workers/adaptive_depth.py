@@ -88,8 +88,8 @@ class AdaptiveDepth:
             if s.num_scheduled_tokens > 1 or not s.samples:
                 num_chunks += 1
                 continue
-            if s.num_draft_tokens > depth:
-                depth = s.num_draft_tokens
+            if s.depth > depth:
+                depth = s.depth
             accepted[output.num_accepted_tokens] += 1
         num_requests = len(plan.scheduled) - num_chunks
         if not num_requests:

@@ -95,12 +95,13 @@ class AttentionMetadata:
         dtype: torch.dtype,
         *,
         attention_backend: AttentionBackend = "auto",
-        tree_mask: Tensor | None = None,  # as in dispatch.paged_attention
+        tree_mask: Tensor | None = None,  # as in dispatch.paged_attention; None: the batch's own
         windows: Collection[int] = (),  # of the layers: what `paged_attention` will be asked for
     ) -> AttentionMetadata:
         """Raises ConfigError for a backend that does not exist or cannot work here."""
         platform = dispatch.platform_of(batch.input_ids.device)
         backend = resolve_backend(attention_backend, platform)
+        tree_mask = batch.tree_mask if tree_mask is None else tree_mask
         if tree_mask is not None and backend != "triton":
             _log_tree(backend)
         if tree_mask is not None or backend != "sdpa":

@@ -12,6 +12,7 @@ HAS_CHECKPOINT = ("draft_model", "eagle", "eagle3")  # of their own; that of mtp
 VerifyMethod = Literal["auto", "match", "rejection"]
 DraftSampling = Literal["auto", "greedy", "sampled", "coupled"]
 Depth = Literal["fixed", "adaptive"]
+TreeKind = Literal["dynamic", "static"]
 # What the ids of a head's auxiliary layers count: SGLang and SpecForge write the layer whose output
 # is read, vLLM and speculators the number of layers that have run, which is one more.
 AuxLayerConvention = Literal["auto", "layer_output", "layers_run"]
@@ -37,7 +38,10 @@ class SpeculativeConfig:
     """What the operator wrote; `policy.resolve_speculative` turns every `auto` into a value."""
 
     drafter: DrafterName = "ngram"
-    num_speculative_tokens: int = 3  # k: most draft tokens a request gets in a step
+    num_speculative_tokens: int = 3  # k: most draft tokens of a request in a step; levels of a tree
+    tree_topk: int = 1  # children that a node of the draft tree gets; 1: drafts are a chain
+    tree_size: int | None = None  # drafts of a tree; None: tree_topk * num_speculative_tokens
+    tree_kind: TreeKind = "dynamic"  # by the drafter's probabilities; static: always one shape
     depth: Depth = "fixed"  # adaptive: each step's k, from 0 up, by what is measured while serving
     depth_schedule: tuple[tuple[int, int, int], ...] = ()  # k by batch size: (from, to, k), ...
     simulated_acceptance: tuple[float, ...] = ()  # benchmarks: draft i is accepted at this rate
@@ -71,6 +75,7 @@ class SpeculativeConfig:
         _check_choice(p + "depth", Depth, self.depth)
         self._check_schedule()
         self._check_simulation()
+        self._check_tree()
         _check_choice(p + "aux_layer_convention", AuxLayerConvention, self.aux_layer_convention)
         _check(self.draft_top_k >= 0, p + "draft_top_k", "at least 0", self.draft_top_k)
         _check(0 < self.draft_top_p <= 1, p + "draft_top_p", "in (0, 1]", self.draft_top_p)
@@ -92,6 +97,17 @@ class SpeculativeConfig:
     @property
     def simulates(self) -> bool:
         return bool(self.simulated_acceptance) or self.simulated_accept_length is not None
+
+    def _check_tree(self) -> None:
+        p, k, size = "speculative.", self.num_speculative_tokens, self.tree_size
+        _check_choice(p + "tree_kind", TreeKind, self.tree_kind)
+        _check(1 <= self.tree_topk <= 16, p + "tree_topk", "in [1, 16]", self.tree_topk)
+        if size is None:
+            return
+        if self.tree_topk == 1:
+            raise ConfigError(f"{p}tree_size is of a tree: it needs {p}tree_topk of at least 2")
+        rule = f"in [num_speculative_tokens = {k}, 256]: a tree has room for one whole branch"
+        _check(k <= size <= 256, p + "tree_size", rule, size)
 
     def _check_schedule(self) -> None:
         p, k = "speculative.", self.num_speculative_tokens

@@ -268,6 +268,12 @@ class ScheduledRequest:
     num_draft_tokens: int  # k of this step; 0 while prefilling
     samples: bool  # False for a chunk of a prompt that is not its last
     new_block_ids: tuple[int, ...] = ()  # appended to the slot's block table
+    tree_depth: int = 0  # levels of the tree that the drafts are; 0: they are a chain
+
+    @property
+    def depth(self) -> int:
+        """The most drafts that can be accepted."""
+        return self.tree_depth or self.num_draft_tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

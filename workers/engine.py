@@ -82,6 +82,7 @@ class Engine:
             max_num_batched_tokens=config.max_num_batched_tokens,
             recompute_last_block=info.needs_hidden_states,
             depth=self.depth,
+            tree=info.resolved.tree,
         )
         self.processors: dict[str, OutputProcessor] = {}
         self.stats = EngineStats()

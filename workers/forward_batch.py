@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from spectrue.workers.packed import PackedTensors
+from spectrue.workers.tree_mask import depths_of, tree_mask
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,6 +20,9 @@ class ForwardBatch:
 
     Within a request the tokens are consecutive and end at `seq_lens[i]`, so query j of request i
     sits at position `seq_lens[i] - query_lens[i] + j` and sees every position up to its own.
+
+    Draft trees: KV slots are still consecutive, and a row's position is that of its depth. It sees
+    what its request had before this forward, itself, and of the other rows those in `tree_mask`.
     """
 
     input_ids: Tensor  # [num_tokens] int64
@@ -30,6 +34,7 @@ class ForwardBatch:
     # The same for the paged kernel; the lengths above may then be bounds, as in a captured graph.
     cu_query_lens: Tensor | None = None  # [batch + 1] int32, rows before each request
     kv_lens: Tensor | None = None  # [batch] int32, `seq_lens`
+    tree_mask: Tensor | None = None  # [num_tokens, words] int32, see `dispatch.paged_attention`
 
     @staticmethod
     def build(
@@ -39,29 +44,39 @@ class ForwardBatch:
         block_tables: Tensor,  # [batch, max_blocks] int32, on the CPU
         block_size: int,
         device: torch.device | str = "cpu",
+        parents: Sequence[Sequence[int]] | None = None,  # batch x [query_len], see tree_mask.py
     ) -> ForwardBatch:
         query_lens = [len(t) for t in token_ids]
         seq_lens = tuple(s + n for s, n in zip(starts, query_lens, strict=True))
         tables = block_tables.numpy()
+        mask = places = None
+        if parents is not None:
+            mask = tree_mask(parents).to(device)
+            places = np.concatenate(
+                [s + np.array(depths_of(p)) for s, p in zip(starts, parents, strict=True)]
+            )
         if torch.device(device).type == "cpu":
             positions, slot_mapping, ends = _places(starts, query_lens, tables, block_size)
             return ForwardBatch(
                 input_ids=torch.cat(token_ids),
-                positions=torch.from_numpy(positions),
+                positions=torch.from_numpy(positions if places is None else places),
                 slot_mapping=torch.from_numpy(slot_mapping),
                 block_tables=block_tables,
                 query_lens=tuple(query_lens),
                 seq_lens=seq_lens,
                 cu_query_lens=torch.from_numpy(np.array([0, *ends], dtype=np.int32)),
                 kv_lens=torch.from_numpy(np.array(seq_lens, dtype=np.int32)),
+                tree_mask=mask,
             )
         used = tables[:, : -(-max(seq_lens) // block_size)]
         fields = feed_fields(len(starts), sum(query_lens), used.shape[1])
         packed = PackedTensors(fields, torch.device(device))
         packed.host["input_ids"][:] = torch.cat(token_ids).numpy()
         fill_feed(packed, starts, query_lens, used, block_size)
+        if places is not None:
+            packed.host["positions"][:] = places
         packed.upload()
-        return feed_batch(packed, tuple(query_lens), seq_lens)
+        return replace(feed_batch(packed, tuple(query_lens), seq_lens), tree_mask=mask)
 
 
 def feed_fields(

@@ -197,6 +197,8 @@ class StepGraphs:
 
     def obstacle(self, plan: SchedulerOutput) -> str | None:
         """Why no graph can run a plan, or None."""
+        if any(s.tree_depth for s in plan.scheduled):
+            return "draft tree"
         requests = [self.buffers.request(s.slot).request for s in plan.scheduled]
         if not all(s.samples and s.num_scheduled_tokens == 1 for s in plan.scheduled):
             return "prefill"

@@ -41,7 +41,12 @@ class InputBuffers:
         self.token_ids = torch.zeros(n, max_model_len, dtype=torch.int64)
         self.num_tokens = [0] * n  # committed
         self.num_draft_computed = [0] * n  # committed tokens that the drafter has KV for
-        max_blocks = -(-max_model_len // block_size)
+        # A tree's nodes have slots beyond the context's end, where their positions are not.
+        spare = 0
+        if resolved.tree is not None:
+            k = resolved.num_speculative_tokens
+            spare = resolved.tree.num_slots(resolved.tree.num_nodes(k), k)
+        max_blocks = -(-(max_model_len + spare) // block_size)
         self.block_tables = torch.zeros(n, max_blocks, dtype=torch.int32)
         self.num_blocks = [0] * n
         self.requests: list[NewRequest | None] = [None] * n

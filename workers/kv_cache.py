@@ -78,6 +78,11 @@ class KVCachePool:
             data = data.view(torch.uint8)  # torch copies no fp8 by index
         data.index_copy_(0, slot_mapping, kv.to(data.dtype))
 
+    def move(self, source: Tensor, to: Tensor) -> None:
+        """Copy the KV of the slots `source` [n] to `to` [n], in every layer; all is read first."""
+        data = self._data.view(torch.uint8)  # torch copies no fp8 by index
+        data.index_copy_(1, to, data.index_select(1, source))
+
     @property
     def bytes(self) -> int:
         return self._data.nbytes

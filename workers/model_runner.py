@@ -27,6 +27,10 @@ class ModelRunner:
         """[rows, vocab] floating on rank 0, None on the others."""
         return self.model.compute_logits(hidden_states)
 
+    def move_kv(self, source: Tensor, to: Tensor) -> None:
+        """Copy the KV of the slots `source` [n] int64 to the slots `to` [n]."""
+        self.kv_cache.move(source, to)
+
 
 class HeadRunner:
     """The same for a draft head, whose forward needs hidden states as well."""

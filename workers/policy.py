@@ -13,6 +13,7 @@ from spectrue.workers.config import Depth, DrafterName, SpeculativeConfig
 from spectrue.workers.core import SamplingParams
 from spectrue.workers.errors import ConfigError
 from spectrue.workers.simulate import rates_of
+from spectrue.workers.tree import TreeShape
 
 ResolvedMethod = Literal["match", "rejection"]
 RowMethod = Literal["greedy", "match", "rejection"]
@@ -27,6 +28,7 @@ DRAWS_FROM_LAW: dict[DrafterName, bool] = {
     "eagle3": True,
     "mtp": True,
 }
+DRAFTS_TREES: tuple[DrafterName, ...] = ("eagle", "eagle3", "mtp")
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +53,7 @@ class ResolvedSpeculative:
     depth: Depth = "fixed"
     depth_schedule: tuple[tuple[int, int, int], ...] = ()
     simulated_acceptance: tuple[float, ...] = ()  # rate of each draft; not empty: no real output
+    tree: TreeShape | None = None  # None: drafts are chains
 
     @property
     def verify_reason(self) -> str:
@@ -70,6 +73,8 @@ def resolve_speculative(config: SpeculativeConfig) -> ResolvedSpeculative:
         reason = "BENCHMARK: how many drafts are accepted is made up, the text is not the model's"
         decisions.append(Decision("speculative.simulated_acceptance", rates, reason))
 
+    tree = _tree(config, decisions)
+
     method: ResolvedMethod
     if config.verify_method != "auto":
         method = config.verify_method
@@ -79,6 +84,11 @@ def resolve_speculative(config: SpeculativeConfig) -> ResolvedSpeculative:
             method, reason = "match", "nothing is drafted: every token is drawn from the target"
         elif not draws:
             method, reason = "match", f"{config.drafter} drafts have no law, match needs none"
+        elif tree is not None:
+            method, reason = (
+                "match",
+                "match is exact for any draft tree; rejection would need the joint law of siblings",
+            )
         elif simulated:
             method, reason = "match", "simulated acceptance takes no notice of the draft law"
         elif config.reproducible:
@@ -98,6 +108,8 @@ def resolve_speculative(config: SpeculativeConfig) -> ResolvedSpeculative:
     else:
         if not draws:
             sampling, reason = "greedy", f"{config.drafter} proposes tokens, not a law"
+        elif tree is not None:
+            sampling, reason = "greedy", "a tree holds the likeliest tokens, nothing is drawn"
         elif method == "rejection":
             sampling, reason = "sampled", "rejection needs drafts drawn from the law it is given"
         else:
@@ -114,14 +126,46 @@ def resolve_speculative(config: SpeculativeConfig) -> ResolvedSpeculative:
         depth=config.depth,
         depth_schedule=config.depth_schedule,
         simulated_acceptance=simulated,
+        tree=tree,
     )
     _validate(resolved)
     return resolved
 
 
+def _tree(config: SpeculativeConfig, decisions: list[Decision]) -> TreeShape | None:
+    """The shape of draft trees; None where drafts are chains."""
+    if config.tree_topk == 1:
+        return None
+    if config.drafter not in DRAFTS_TREES:
+        raise ConfigError(
+            f"speculative.tree_topk: {config.tree_topk} needs a drafter that drafts trees "
+            f"({', '.join(DRAFTS_TREES)}), not {config.drafter}; set it to 1"
+        )
+    if config.max_draft_tokens == 0:
+        return None
+    size = config.tree_size
+    if size is None:
+        size = config.tree_topk * config.max_draft_tokens
+        reason = "tree_topk drafts for each of num_speculative_tokens levels"
+        decisions.append(Decision("speculative.tree_size", str(size), reason))
+    return TreeShape(topk=config.tree_topk, size=size, dynamic=config.tree_kind == "dynamic")
+
+
 def _validate(resolved: ResolvedSpeculative) -> None:
     """Raise ConfigError for a combination that would not be exact, or not what it says."""
     draws = DRAWS_FROM_LAW[resolved.drafter]
+    if resolved.tree is not None:
+        if resolved.verify_method == "rejection":
+            raise ConfigError(
+                "speculative.verify_method: rejection judges a chain, and speculative.tree_topk: "
+                f"{resolved.tree.topk} drafts a tree; use match or auto"
+            )
+        if resolved.draft_sampling != "greedy":
+            raise ConfigError(
+                f"speculative.draft_sampling: {resolved.draft_sampling} draws a chain, and "
+                f"speculative.tree_topk: {resolved.tree.topk} takes a tree's likeliest tokens; use "
+                f"greedy or auto"
+            )
     if resolved.draft_sampling != "greedy" and not draws:
         raise ConfigError(
             f"speculative.draft_sampling: {resolved.draft_sampling} needs a drafter with a law "

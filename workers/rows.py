@@ -11,8 +11,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from spectrue.workers.core import Request
+from spectrue.workers.core import MAX_STOP_LENGTH, Request
 from spectrue.workers.input_buffers import InputBuffers
+from spectrue.workers.tree_mask import depths_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,23 +27,59 @@ class Rows:
     position: NDArray[np.int64]  # [rows], of the token that the row decides
     offset: NDArray[np.int64]  # [rows], of the row in its request
     starts: list[int]  # [batch] first row of each
+    parents: list[list[int]] | None = None  # batch x [k], of a tree: each draft's parent's row
 
     @staticmethod
-    def build(slots: list[int], first: list[int], drafts: list[list[int]]) -> Rows:
+    def build(
+        slots: list[int],
+        first: list[int],
+        drafts: list[list[int]],
+        parents: list[list[int]] | None = None,
+    ) -> Rows:
         """`first`: the position of each request's first row, the number of tokens before it."""
         num_drafts = [len(d) for d in drafts]
         counts = np.array(num_drafts) + 1
         starts = np.cumsum(counts) - counts
-        offsets = np.arange(counts.sum()) - np.repeat(starts, counts)
+        offsets = depths = np.arange(counts.sum()) - np.repeat(starts, counts)
+        if parents is not None:
+            depths = np.concatenate([depths_of([-1, *p]) for p in parents])
         return Rows(
             slots=slots,
             num_drafts=num_drafts,
             drafts=drafts,
             slot=np.repeat(np.array(slots), counts),
-            position=np.repeat(np.array(first), counts) + offsets,
+            position=np.repeat(np.array(first), counts) + depths,
             offset=offsets,
             starts=starts.tolist(),
+            parents=parents,
         )
+
+    def path(self, b: int, row: int) -> list[int]:
+        """The rows from request b's first draft down to `row`, its first row left out."""
+        if self.parents is None:
+            return list(range(1, row + 1))
+        found: list[int] = []
+        while row:
+            found.append(row)
+            row = self.parents[b][row - 1]
+        return found[::-1]
+
+    def deepest(self, b: int) -> int:
+        """The row of request b that most drafts lead to, the first of them."""
+        if self.parents is None:
+            return len(self.drafts[b])
+        depths = depths_of([-1, *self.parents[b]])
+        return depths.index(max(depths))
+
+    def prefixes(self, b: int) -> list[list[int]]:
+        """Of each row of request b the drafts that lead to it."""
+        drafts = self.drafts[b]
+        if self.parents is None:
+            return [drafts[:j] for j in range(len(drafts) + 1)]
+        found: list[list[int]] = [[]]
+        for token, parent in zip(drafts, self.parents[b], strict=True):
+            found.append([*found[parent], token])
+        return found
 
     def of(self, batch: Sequence[int]) -> NDArray[np.int64]:
         """Row indices of some of the requests."""
@@ -73,9 +110,11 @@ def edits_of(
     if not any(needs_edits(buffers.request(slot).request) for slot in rows.slots):
         return {}
     edits = _Edits()
-    for slot, first, drafts in zip(rows.slots, rows.starts, rows.drafts, strict=True):
-        _penalise(edits, buffers, slot, first, drafts, vocab_size)
-        _mask(edits, buffers, slot, first, drafts)
+    for b, (slot, first) in enumerate(zip(rows.slots, rows.starts, strict=True)):
+        if needs_edits(buffers.request(slot).request):
+            prefixes = rows.prefixes(b)
+            _penalise(edits, buffers, slot, first, prefixes, vocab_size)
+            _mask(edits, buffers, slot, first, prefixes)
     found: dict[str, Any] = {
         "penalties": edits.penalties_columns(),
         "bias": _columns(edits.bias),
@@ -121,10 +160,10 @@ def _penalise(
     buffers: InputBuffers,
     slot: int,
     first_row: int,
-    drafts: list[int],
+    prefixes: list[list[int]],  # of each row
     vocab_size: int,
 ) -> None:
-    """Row j's text is the committed one and the j drafts before it.
+    """A row's text is the committed one and the drafts that lead to it.
 
     So penalties count drafts that the walk may accept, and a rejected one leaves no trace
     (sglang#22049).
@@ -139,33 +178,35 @@ def _penalise(
     seen = counts > 0
     if params.repetition_penalty != 1:
         seen[text[:num_prompt]] = True
-    for j in range(len(drafts) + 1):
-        if j and 0 <= drafts[j - 1] < vocab_size:  # another one is rejected: no row after it counts
-            counts[drafts[j - 1]] += 1
-            seen[drafts[j - 1]] = True
+    for row, prefix in enumerate(prefixes, first_row):
+        drafts = [token for token in prefix if 0 <= token < vocab_size]  # others end the walk
+        unseen = [token for token in drafts if not seen[token]]
+        seen[unseen] = True
+        np.add.at(counts, drafts, 1)
         tokens = np.flatnonzero(seen)
-        edits.penalties.append((first_row + j, tokens, counts[tokens]))
+        edits.penalties.append((row, tokens, counts[tokens]))
+        np.subtract.at(counts, drafts, 1)
+        seen[unseen] = False
 
 
 def _mask(
-    edits: _Edits, buffers: InputBuffers, slot: int, first_row: int, drafts: list[int]
+    edits: _Edits, buffers: InputBuffers, slot: int, first_row: int, prefixes: list[list[int]]
 ) -> None:
     request = buffers.request(slot).request
     params = request.params
     num_output = buffers.num_tokens[slot] - len(request.prompt_token_ids)
-    for j in range(len(drafts) + 1):
-        row = first_row + j
+    for row, prefix in enumerate(prefixes, first_row):
         edits.bias.extend((row, token, value) for token, value in params.logit_bias)
-        if num_output + j < params.min_tokens:
+        if num_output + len(prefix) < params.min_tokens:
             edits.mask.extend((row, token) for token in params.stop_token_ids)
             if not params.ignore_eos:
                 edits.mask.extend((row, token) for token in buffers.eos_token_ids)
     if not params.bad_words:
         return
     end = buffers.num_tokens[slot]
-    text = [*buffers.token_ids[slot, end - num_output : end].tolist(), *drafts]
-    for *head, last in params.bad_words:
-        for j in range(len(drafts) + 1):
-            end = num_output + j
-            if text[max(end - len(head), 0) : end] == head:
-                edits.mask.append((first_row + j, last))
+    output = buffers.token_ids[slot, end - num_output : end].tolist()
+    for row, prefix in enumerate(prefixes, first_row):
+        text = [*output[-MAX_STOP_LENGTH:], *prefix]
+        for *head, last in params.bad_words:
+            if text[max(len(text) - len(head), 0) :] == head:
+                edits.mask.append((row, last))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -31,6 +32,7 @@ class VerifyResult:
     invalid: list[bool]  # the walk met a row that is not a law: only the drafts before it stand
     logprobs: list[tuple[TokenLogprobs, ...]]
     guards: dict[str, int] = field(default_factory=dict)
+    accepted_rows: list[list[int]] | None = None  # of trees: the row of each accepted draft
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +45,7 @@ class Decided:
     guards: NDArray[np.int64] | None = None  # [requests, NUM_GUARDS]
     target_token_ids: list[int] | None = None  # [rows], where they are needed: simulated accepts
     row_valid: list[bool] | None = None  # [rows]
+    accepted_rows: list[list[int]] | None = None  # per request [width], of trees
 
 
 def verify(
@@ -53,7 +56,8 @@ def verify(
     proposal: DraftProposal,
 ) -> VerifyResult:
     """Decide every sampling request: greedy and `match` by one walk, `rejection` by another."""
-    rows = Rows.build(slots, [buffers.num_tokens[slot] for slot in slots], drafts)
+    first = [buffers.num_tokens[slot] for slot in slots]
+    rows = Rows.build(slots, first, drafts, _trees(drafts, proposal))
     inputs = VerifyInputs(VerifyShape.of(buffers, rows), logits.device)
     inputs.fill(buffers, rows)
     inputs.packed.upload()
@@ -65,14 +69,25 @@ def verify(
     for b, slot in enumerate(slots):
         params = buffers.request(slot).request.params
         if params.logprobs is not None:
-            first = rows.starts[b]
+            path = list(range(1, result.num_accepted[b] + 1))
+            if result.accepted_rows is not None:
+                path = result.accepted_rows[b]
+            committed = torch.tensor([0, *path][: len(result.token_ids[b])], dtype=torch.int64)
+            committed = (committed + rows.starts[b]).to(logits.device)
             if params.logprobs_mode == "raw":
-                of_rows = logits[first : first + len(result.token_ids[b])]
+                of_rows = logits[committed]
             else:
-                committed = torch.arange(first, first + len(result.token_ids[b]))
-                of_rows = law.select(committed.to(logits.device)).scaled()
+                of_rows = law.select(committed).scaled()
             result.logprobs[b] = _logprobs(of_rows, result.token_ids[b], params.logprobs)
     return result
+
+
+def _trees(drafts: list[list[int]], proposal: DraftProposal) -> list[list[int]] | None:
+    """The parents of these drafts; requests that do not sample have none."""
+    if proposal.parents is None:
+        return None
+    parents = iter(proposal.parents.tolist())
+    return [list(islice(parents, len(d))) for d in drafts]
 
 
 def process_rows(logits: Tensor, inputs: VerifyInputs, edits: Mapping[str, Any]) -> RowLaw:
@@ -106,14 +121,17 @@ def decide(
             choice=choice,
             position=position,
         )
-        output, accepted, invalid, _ = dispatch.verify_match(
+        output, accepted, invalid, accepted_rows = dispatch.verify_match(
             target_token_ids,
             inputs.drafts("walk"),
             inputs["walk.cu_num_draft_tokens"],
             row_valid,
+            parents=inputs.get("walk.parents"),
             max_draft_tokens=walk.width,
         )
         found += [output, accepted, invalid]
+        if walk.tree:
+            found.append(accepted_rows)
         if simulated:
             found += [target_token_ids, row_valid]
     if reject is not None:
@@ -185,6 +203,7 @@ def collect(
         num_accepted=[0] * len(rows.slots),
         invalid=[False] * len(rows.slots),
         logprobs=[() for _ in rows.slots],
+        accepted_rows=None if rows.parents is None else [[] for _ in rows.slots],
     )
     rejects = [buffers.methods[slot] == "rejection" for slot in rows.slots]
     at = 0
@@ -192,7 +211,7 @@ def collect(
         batch = [b for b, reject in enumerate(rejects) if not reject]
         part, at = _part(decided, at, shape.walk, rows_too=simulated)
         _put(result, batch, part)
-        bad = sum(_met_bad_id(rows.drafts[b], result.num_accepted[b], vocab_size) for b in batch)
+        bad = sum(_met_bad_id(rows, result, b, vocab_size) for b in batch)
         if bad:
             result.guards[dispatch.GUARD_NAMES[dispatch.GUARD_DRAFT_ID_OUT_OF_RANGE]] = bad
         if simulated:
@@ -229,11 +248,14 @@ def _part(
 
     token_ids = take(n * width).reshape(n, width).tolist()
     accepted, invalid = take(n).tolist(), (take(n) != 0).tolist()
+    accepted_rows = None
+    if shape.tree:
+        accepted_rows = take(n * shape.width).reshape(n, shape.width).tolist()
     guards = take(n * num_guards).reshape(n, num_guards) if num_guards else None
     targets = valid = None
     if rows_too:
         targets, valid = take(shape.num_rows).tolist(), (take(shape.num_rows) != 0).tolist()
-    return Decided(token_ids, accepted, invalid, guards, targets, valid), at
+    return Decided(token_ids, accepted, invalid, guards, targets, valid, accepted_rows), at
 
 
 def _put(result: VerifyResult, batch: list[int], part: Decided) -> None:
@@ -242,11 +264,18 @@ def _put(result: VerifyResult, batch: list[int], part: Decided) -> None:
         result.token_ids[b] = part.token_ids[i][:kept]
         result.num_accepted[b] = part.num_accepted[i]
         result.invalid[b] = part.invalid[i]
+        if part.accepted_rows is not None and result.accepted_rows is not None:
+            result.accepted_rows[b] = part.accepted_rows[i][: part.num_accepted[i]]
 
 
-def _met_bad_id(drafts: list[int], num_accepted: int, vocab_size: int) -> bool:
-    """Whether the draft that the walk stopped at is no token at all."""
-    return num_accepted < len(drafts) and not 0 <= drafts[num_accepted] < vocab_size
+def _met_bad_id(rows: Rows, result: VerifyResult, b: int, vocab_size: int) -> bool:
+    """Whether a draft that the walk stopped at is no token at all."""
+    drafts, num_accepted = rows.drafts[b], result.num_accepted[b]
+    if rows.parents is None or result.accepted_rows is None:
+        return num_accepted < len(drafts) and not 0 <= drafts[num_accepted] < vocab_size
+    last = [0, *result.accepted_rows[b]][-1]
+    after = zip(drafts, rows.parents[b], strict=True)
+    return any(parent == last and not 0 <= token < vocab_size for token, parent in after)
 
 
 def _simulate(
@@ -264,14 +293,17 @@ def _simulate(
     assert valid is not None
     rates = buffers.resolved.simulated_acceptance
     for b in batch:
-        drafts, slot = rows.drafts[b], rows.slots[b]
+        path, slot = [0, *rows.path(b, rows.deepest(b))], rows.slots[b]
+        drafts = [rows.drafts[b][row - 1] for row in path[1:]]
         key = buffers.seed[slot].item(), buffers.choice[slot].item(), rows.position[rows.starts[b]]
         uniform = random.Random(str(key)).random()
         n = num_simulated(rates, uniform, drafts, vocab_size)
-        if all(valid[start : start + n + 1]) and not result.invalid[b]:
-            result.token_ids[b] = [*drafts[:n], targets[start + n]]
+        if all(valid[start + row] for row in path[: n + 1]) and not result.invalid[b]:
+            result.token_ids[b] = [*drafts[:n], targets[start + path[n]]]
             result.num_accepted[b] = n
-        start += len(drafts) + 1
+            if result.accepted_rows is not None:
+                result.accepted_rows[b] = path[1 : n + 1]
+        start += len(rows.drafts[b]) + 1
 
 
 def _logprobs(law: Tensor, token_ids: list[int], num_top: int) -> tuple[TokenLogprobs, ...]:

@@ -13,6 +13,7 @@ from collections import Counter, deque
 from spectrue.workers.block_manager import BlockManager, BlockTable
 from spectrue.workers.core import NewRequest, Request, ScheduledRequest, SchedulerOutput
 from spectrue.workers.depth import DepthPolicy
+from spectrue.workers.tree import TreeShape
 
 
 class RequestStatus(enum.Enum):
@@ -67,12 +68,14 @@ class Scheduler:
         max_num_batched_tokens: int,
         recompute_last_block: bool = False,
         depth: DepthPolicy | None = None,  # None: every request gets its own k
+        tree: TreeShape | None = None,  # None: drafts are chains
     ) -> None:
         self.blocks = blocks
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.recompute_last_block = recompute_last_block
         self.depth = depth
+        self.tree = tree
         self.depths: Counter[int] = Counter()  # steps with decoding requests, by chosen depth
         self.waiting: deque[RequestState] = deque()
         self.running: list[RequestState] = []  # in order of admission; the last is preempted first
@@ -102,18 +105,18 @@ class Scheduler:
         for state in decoding:
             if state.status is not RequestStatus.RUNNING:
                 continue  # preempted by an earlier one of this loop
-            k = min(state.max_draft_tokens, state.max_len - len(state.token_ids) - 1, share - 1)
-            if depth is not None:
-                k = min(k, depth)
+            k, tree_depth, room = self._drafts(state, depth, share - 1)
             planned = {s.slot for s in scheduled}
             # Drafts are given up before anybody is preempted for them.
-            while not (self._grow(state, 1, k) or self._grow(state, 1, k := 0)):
+            while not (self._grow(state, 1, room) or self._grow(state, 1, room := 0)):
                 victim = next(s for s in reversed(self.running) if s.slot not in planned)
                 self._preempt(victim)
                 if victim is state:
                     break
             else:
-                scheduled.append(self._plan(state, 1, k))
+                if not room:
+                    k = tree_depth = 0
+                scheduled.append(self._plan(state, 1, k, tree_depth))
                 budget -= 1 + k
 
         prefilling = [s for s in self.running if not s.decoding]
@@ -203,6 +206,18 @@ class Scheduler:
             assert not state.table.block_ids
             assert state.slot == -1
 
+    def _drafts(self, state: RequestState, depth: int | None, most: int) -> tuple[int, int, int]:
+        """Drafts of a decoding request, the levels of their tree (0: a chain), their KV slots."""
+        k = min(state.max_draft_tokens, state.max_len - len(state.token_ids) - 1)
+        if depth is not None:
+            k = min(k, depth)
+        if self.tree is None:
+            k = min(k, most)
+            return k, 0, k
+        num_nodes = min(self.tree.num_nodes(k), most)
+        levels = min(k, num_nodes)
+        return num_nodes, levels, self.tree.num_slots(num_nodes, levels)
+
     def _grow(self, state: RequestState, num_tokens: int, k: int) -> bool:
         return self.blocks.grow(state.table, state.num_computed_tokens + num_tokens + k)
 
@@ -250,7 +265,7 @@ class Scheduler:
         return True
 
     def _plan(
-        self, state: RequestState, num_tokens: int, k: int, ahead: int = 0
+        self, state: RequestState, num_tokens: int, k: int, tree_depth: int = 0, ahead: int = 0
     ) -> ScheduledRequest:
         new_block_ids = tuple(state.table.block_ids[state.num_sent_blocks :])
         state.num_sent_blocks = len(state.table.block_ids)
@@ -261,6 +276,7 @@ class Scheduler:
             num_draft_tokens=k,
             samples=num_tokens == state.num_uncomputed_tokens,
             new_block_ids=new_block_ids,
+            tree_depth=tree_depth,
         )
 
     def _preempt(self, state: RequestState) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from spectrue.workers.compaction import compact
 from spectrue.workers.core import SchedulerOutput, SlotOutput, StepOutput
 from spectrue.workers.drafters.base import Drafter, fill_in, split
 from spectrue.workers.forward_batch import ForwardBatch
@@ -51,7 +52,7 @@ def start_step(
     t0 = time.perf_counter()
     buffers.apply(plan)
 
-    # Propose k tokens each, x_1 .. x_k.
+    # Propose k tokens each, x_1 .. x_k, or a tree of so many.
     proposal = drafter.propose(plan, buffers)
     drafts = split(proposal)
     t1 = time.perf_counter()
@@ -65,7 +66,8 @@ def start_step(
     if in_flight is None:
         if proposal.fetch is not None:
             fill_in(drafts, proposal.fetch())
-        batch, rows = _target_batch(plan, buffers, drafts, target)
+        parents = None if proposal.parents is None else proposal.of_requests(proposal.parents)
+        batch, rows = _target_batch(plan, buffers, drafts, target, parents)
         output = target.forward(batch)
         logits = target.logits(output.hidden_states[rows])
         t2 = time.perf_counter()
@@ -81,10 +83,13 @@ def start_step(
             t2 = time.perf_counter()
         t3 = time.perf_counter()
 
-        # Commit. KV of rejected drafts is dropped by not counting it.
+        # Commit. KV of rejected drafts is dropped by not counting it; in a tree there is some
+        # between that of accepted ones, so these move together first.
         if result is not None:
             for slot, token_ids in zip(slots, result.token_ids, strict=True):
                 buffers.commit(slot, token_ids)
+            if result.accepted_rows is not None:
+                output = compact(plan, target, batch, output, result.accepted_rows)
         drafter.extend(plan, buffers, batch, output)
         t4 = time.perf_counter()
         return StepOutput(
@@ -99,7 +104,11 @@ def start_step(
 
 
 def _target_batch(
-    plan: SchedulerOutput, buffers: InputBuffers, drafts: list[list[int]], target: ModelRunner
+    plan: SchedulerOutput,
+    buffers: InputBuffers,
+    drafts: list[list[int]],
+    target: ModelRunner,
+    parents: list[list[int]] | None = None,
 ) -> tuple[ForwardBatch, Tensor]:
     """The forward's tensors, and its rows whose logits are needed, [rows] int64.
 
@@ -123,9 +132,18 @@ def _target_batch(
         block_tables=buffers.block_tables[[s.slot for s in plan.scheduled]],
         block_size=buffers.block_size,
         device=target.device,
+        parents=None if parents is None else _parents_fed(plan, parents),
     )
     index = torch.cat(rows) if rows else torch.empty(0, dtype=torch.int64)
     return batch, index.to(target.device)
+
+
+def _parents_fed(plan: SchedulerOutput, parents: list[list[int]]) -> list[list[int]]:
+    """Of every token fed: scheduled ones are a chain, drafts come after its last."""
+    return [
+        [*range(-1, s.num_scheduled_tokens - 1), *(s.num_scheduled_tokens - 1 + p for p in tree)]
+        for s, tree in zip(plan.scheduled, parents, strict=True)
+    ]
 
 
 def _outputs(

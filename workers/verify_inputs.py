@@ -37,6 +37,7 @@ class PartShape:
     whole: bool  # its rows are all rows, in order
     greedy: bool = False  # walk: no row is sampled
     uniform: bool = False  # walk: some are drawn by inverse CDF
+    tree: bool = False  # walk: drafts have parents
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +72,7 @@ class VerifyShape:
                     whole=len(batch) == len(rejects),
                     greedy=not of_reject and kinds == {dispatch.DRAW_ARGMAX},
                     uniform=not of_reject and dispatch.DRAW_UNIFORM in kinds,
+                    tree=not of_reject and rows.parents is not None,
                 )
                 if batch
                 else None
@@ -126,6 +128,8 @@ class VerifyInputs:
                 fields[f"{name}.index"] = torch.int64, part.num_rows
         if shape.walk is not None:
             fields["walk.kind"] = torch.int32, shape.walk.num_rows
+            if shape.walk.tree:
+                fields["walk.parents"] = torch.int64, shape.walk.num_drafts
         if shape.reject is not None:  # the keys of the coins: rows that have a draft
             size = shape.reject.num_drafts
             fields |= {f"coin.{key}": (torch.int64, size) for key in _KEYS}
@@ -178,6 +182,8 @@ class VerifyInputs:
             if name == "walk":
                 kind = buffers.draw_kind.numpy()[slot[index]]
                 _put(host["walk.kind"], kind, dispatch.DRAW_ARGMAX)
+                if rows.parents is not None:
+                    _put(host["walk.parents"], [p for b in batch for p in rows.parents[b]], 0)
             has_draft = np.ones(len(index), dtype=bool)
             has_draft[np.cumsum([rows.num_drafts[b] + 1 for b in batch]) - 1] = False
             if name == "reject":

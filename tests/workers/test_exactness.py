@@ -202,10 +202,9 @@ def test_fault_penalties_that_ignore_drafts(monkeypatch: pytest.MonkeyPatch) -> 
     penalise = rows._penalise
 
     def relaxed(
-        edits: Any, buffers: InputBuffers, slot: int, first: int, drafts: list[int], vocab: int
+        edits: Any, buffers: InputBuffers, slot: int, first: int, rows: list[Any], vocab: int
     ) -> None:
-        for j in range(len(drafts) + 1):
-            penalise(edits, buffers, slot, first + j, [], vocab)
+        penalise(edits, buffers, slot, first, [[] for _ in rows], vocab)
 
     monkeypatch.setattr(rows, "_penalise", relaxed)
     setup = make("match-sampled", {"frequency_penalty": 2.0})

@@ -126,6 +126,16 @@ def test_what_needs_more_than_a_graph_runs_eagerly_and_is_counted(tmp_path: Path
     assert graphs.num_captured == 0
 
 
+def test_trees_run_eagerly_between_graphs(tmp_path: Path) -> None:
+    engine = graphed(engine_of(tmp_path / "trees", "eagle3", tree_topk=2))
+    assert texts(engine) == texts(engine_of(tmp_path / "plain", "none"))
+    complete(engine, make_request("plain", [3, 9, 4], num_speculative_tokens=0))
+    graphs = worker_of(engine).graphs
+    assert graphs is not None
+    assert graphs.num_captured > 0  # of steps without drafts
+    assert set(graphs.fallbacks) == {"prefill", "draft tree"}
+
+
 @pytest.mark.parametrize("value", [0.0, float("nan"), "another row"])
 def test_memory_of_other_graphs_changes_nothing(
     tmp_path: Path, value: float | str, monkeypatch: pytest.MonkeyPatch

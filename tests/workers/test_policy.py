@@ -15,6 +15,7 @@ from spectrue.workers.policy import (
     row_method,
     verify_path,
 )
+from spectrue.workers.tree import TreeShape
 
 HEADS = ("eagle", "eagle3", "mtp")
 DRAFTERS = ("none", "ngram", "draft_model", *HEADS)
@@ -113,6 +114,44 @@ def test_rows(
         assert not draws_by_gumbel(params, resolved)
     if draft_mode(params, resolved) == "coupled":
         assert draws_by_gumbel(params, resolved)
+
+
+@pytest.mark.parametrize("reproducible", [False, True])
+@pytest.mark.parametrize("drafter", HEADS)
+def test_trees_are_verified_by_match(drafter: str, reproducible: bool) -> None:
+    resolved = resolve_speculative(config(drafter, tree_topk=4, reproducible=reproducible))
+    assert (resolved.verify_method, resolved.draft_sampling) == ("match", "greedy")
+    reasons = {d.setting: d.reason for d in resolved.decisions}
+    assert "match is exact for any draft tree" in reasons["speculative.verify_method"]
+    assert "nothing is drawn" in reasons["speculative.draft_sampling"]
+    assert "tree_topk" in reasons["speculative.tree_size"]
+    assert resolved.tree == TreeShape(topk=4, size=12)
+    for seed in (None, 3):
+        params = SamplingParams(seed=seed)
+        assert row_method(params, resolved) == "match"
+        assert draft_mode(params, resolved) == "greedy"
+        assert draws_by_gumbel(params, resolved) == (reproducible or seed is not None)
+    assert resolve_speculative(config(drafter, tree_topk=1)).tree is None
+    assert resolve_speculative(config(drafter, tree_topk=2, num_speculative_tokens=0)).tree is None
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"drafter": "ngram"}, "speculative.tree_topk: 2 needs a drafter that drafts trees"),
+        ({"drafter": "draft_model"}, "speculative.tree_topk: 2 needs a drafter that drafts trees"),
+        ({"drafter": "none"}, "speculative.tree_topk: 2 needs a drafter that drafts trees"),
+        ({"verify_method": "rejection"}, "speculative.verify_method: rejection judges a chain"),
+        ({"draft_sampling": "coupled"}, "speculative.draft_sampling: coupled draws a chain"),
+        ({"tree_topk": 60}, r"speculative.tree_topk must be in \[1, 16\]"),
+        ({"tree_size": 2}, r"speculative.tree_size must be in \[num_speculative_tokens = 3"),
+        ({"tree_topk": 1, "tree_size": 4}, "speculative.tree_topk of at least 2"),
+        ({"tree_kind": "round"}, "speculative.tree_kind must be one of dynamic, static"),
+    ],
+)
+def test_what_a_tree_cannot_be(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        resolve_speculative(config(**{"drafter": "eagle3", "tree_topk": 2, **options}))
 
 
 def test_only_all_greedy_is_greedy() -> None:

@@ -150,7 +150,9 @@ def run_ranks(config: EngineConfig, tmp_path: Path, noisy: bool = False) -> tupl
     return got[0][1], [state for _, _, state, _ in got]
 
 
-def make_config(model: Path, draft: Path, drafter: str, graphs: bool) -> EngineConfig:
+def make_config(
+    model: Path, draft: Path, drafter: str, graphs: bool, tree_topk: int = 1
+) -> EngineConfig:
     on_gpus = DEVICE == "cuda" and torch.cuda.device_count() > 1
     return EngineConfig(
         model=str(model),
@@ -167,6 +169,7 @@ def make_config(model: Path, draft: Path, drafter: str, graphs: bool) -> EngineC
         speculative=SpeculativeConfig(
             drafter=drafter,  # type: ignore[arg-type]
             draft_model=str(draft) if drafter in HAS_CHECKPOINT else None,
+            tree_topk=tree_topk,
         ),
     )
 
@@ -181,6 +184,7 @@ def make_config(model: Path, draft: Path, drafter: str, graphs: bool) -> EngineC
         ("eagle3", False, False),
         ("eagle3", True, False),
         ("eagle3", True, True),
+        ("trees of eagle3", False, False),
     ],
 )
 def test_two_ranks_decide_as_one(
@@ -188,12 +192,14 @@ def test_two_ranks_decide_as_one(
 ) -> None:
     """sglang#28815: ranks that decided for themselves disagreed and hung."""
     target = tiny_llama
+    topk = 3 if drafter.startswith("trees") else 1
+    drafter = drafter.removeprefix("trees of ")
     if drafter == "eagle3":  # a head whose drafts are accepted: else nobody reads them again
         target = second_order_target(tmp_path / "target", only=draft_table(128, 47)[0])
         draft = copying_eagle3(tmp_path / "draft", target, draft_size=47)
     else:
         draft = make_tiny_model(tmp_path / "draft", seed=7, layers=1)
-    config = make_config(target, draft, drafter, graphs)
+    config = make_config(target, draft, drafter, graphs, topk)
     tokens, ranks = run_ranks(config, tmp_path, noisy)
     assert ranks[0] == ranks[1], "the ranks hold different texts, or graphs"
     steps, chains = ranks[0][2]

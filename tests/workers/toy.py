@@ -71,20 +71,34 @@ class ToyRunner:
 
     def forward(self, batch: ForwardBatch) -> ForwardOutput:
         self.kv[batch.slot_mapping] = batch.input_ids
-        rows = []
-        offsets = np.arange(BLOCK_SIZE)
-        kv = self.kv.numpy()
-        for i, (query_len, seq_len) in enumerate(
-            zip(batch.query_lens, batch.seq_lens, strict=True)
-        ):
-            blocks = batch.block_tables[i].numpy()
-            held = kv[(blocks[:, None] * BLOCK_SIZE + offsets).reshape(-1)[:seq_len]]
-            for end in range(seq_len - query_len + 1, seq_len + 1):
-                rows.append(self.row(tuple(held[:end].tolist())))
+        rows = [self.row(seen) for seen in seen_by_rows(self.kv, batch)]
         return ForwardOutput(hidden_states=torch.from_numpy(np.array(rows)).float())
+
+    def move_kv(self, source: Tensor, to: Tensor) -> None:
+        self.kv[to] = self.kv[source]
 
     def logits(self, hidden_states: Tensor) -> Tensor:
         return hidden_states
+
+
+def seen_by_rows(slots: Tensor, batch: ForwardBatch) -> Iterator[Tokens]:
+    """What the slots hold that each row attends to, its own last."""
+    kv, row = slots.numpy(), 0
+    lens = zip(batch.query_lens, batch.seq_lens, strict=True)
+    for i, (query_len, seq_len) in enumerate(lens):
+        blocks = batch.block_tables[i].numpy()
+        held = kv[(blocks[:, None] * BLOCK_SIZE + np.arange(BLOCK_SIZE)).reshape(-1)[:seq_len]]
+        context = held[: seq_len - query_len].tolist()
+        for j in range(query_len):
+            if batch.tree_mask is None:
+                own = list(range(j + 1))
+            else:
+                words = batch.tree_mask[row].tolist()
+                own = [n for n in range(query_len) if words[n // 32] >> (n % 32) & 1]
+            seen = (*context, *(int(held[len(context) + n]) for n in own))
+            assert int(batch.positions[row]) == len(seen) - 1
+            yield seen
+            row += 1
 
 
 def target_law(logits: Law, prefix: Tokens, num_prompt: int, params: SamplingParams) -> Law:
@@ -176,6 +190,16 @@ class Setup:
         self.target = ToyRunner(self.vocab_size, seed=1)
         self.draft: Any = ToyRunner(self.vocab_size, seed=2)
         self.resolved = resolve_speculative(self.config)
+
+    @property
+    def plan(self) -> dict[str, Any]:
+        """What a decoding request is scheduled with."""
+        return {"num_draft_tokens": self.k}
+
+    @property
+    def room(self) -> int:
+        """KV slots that its drafts take."""
+        return self.k
 
     def target_law(self, prefix: Tokens) -> Law:
         return target_law(self.target.row(prefix), prefix, len(self.prompt), self.params)
@@ -280,13 +304,13 @@ def run_step(
     rows, n = len(scripts), len(prefix)
     buffers = InputBuffers(
         max_num_seqs=rows,
-        max_model_len=n + setup.k + 2,
+        max_model_len=n + setup.room + 2,
         block_size=BLOCK_SIZE,
         resolved=setup.resolved,
         eos_token_ids=(EOS,),
     )
     drafter = setup.drafter(rows)
-    per_row = -(-(n + setup.k) // BLOCK_SIZE)
+    per_row = -(-(n + setup.room) // BLOCK_SIZE)
     new = tuple(
         NewRequest(
             slot=i,
@@ -312,8 +336,8 @@ def run_step(
             slot=i,
             num_computed_tokens=n - 1,
             num_scheduled_tokens=1,
-            num_draft_tokens=setup.k,
             samples=True,
+            **setup.plan,
         )
         for i in range(rows)
     )

@@ -19,7 +19,7 @@ from spectrue.workers.forward_batch import ForwardBatch, ForwardOutput
 from spectrue.workers.parallel import TPGroup
 from spectrue.workers.weights_head import make_vocab
 
-from .toy import BLOCK_SIZE, Law, Setup, Tokens, draft_law
+from .toy import Law, Setup, Tokens, draft_law, seen_by_rows
 
 Pairs = tuple[int, ...]
 
@@ -56,13 +56,7 @@ class ToyHead:
     def forward(self, batch: ForwardBatch, hidden: Tensor) -> Tensor:
         fed = zip(batch.input_ids.tolist(), hidden.numpy(), strict=True)
         self.kv[batch.slot_mapping] = torch.tensor([self.pair(token, row) for token, row in fed])
-        kv, rows, offsets = self.kv.numpy(), [], np.arange(BLOCK_SIZE)
-        lens = zip(batch.query_lens, batch.seq_lens, strict=True)
-        for i, (query_len, seq_len) in enumerate(lens):
-            blocks = batch.block_tables[i].numpy()
-            held = kv[(blocks[:, None] * BLOCK_SIZE + offsets).reshape(-1)[:seq_len]]
-            for end in range(seq_len - query_len + 1, seq_len + 1):
-                rows.append(self.row(tuple(held[:end].tolist())))
+        rows = [self.row(seen) for seen in seen_by_rows(self.kv, batch)]
         return torch.from_numpy(np.array(rows)).float()
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Protocol
 
 import torch
@@ -50,6 +51,15 @@ class DraftProposal:
     # They are on the device, where `StepGraphs.tokens` is. Until this is called `token_ids` says
     # nothing; it waits for them and returns them.
     fetch: Callable[[], Tensor] | None = None
+    # [num_drafts] int64, of each draft of a tree the row of its parent in its request: 0 is the
+    # last committed token's, i + 1 that of draft i, which is an earlier one. None: chains.
+    parents: Tensor | None = None
+
+    def of_requests(self, flat: Tensor) -> list[list[int]]:
+        """One list a scheduled request of what has one entry a draft."""
+        values = flat.tolist()
+        ends = accumulate(self.num_draft_tokens)
+        return [values[e - k : e] for e, k in zip(ends, self.num_draft_tokens, strict=True)]
 
     @staticmethod
     def empty(plan: SchedulerOutput) -> DraftProposal:
@@ -86,7 +96,8 @@ class Drafter(Protocol):
     law: DraftLaw | None  # the whole buffers, whose first rows are each step's law; None: none
 
     def propose(self, plan: SchedulerOutput, buffers: InputBuffers) -> DraftProposal:
-        """Draft up to `num_draft_tokens` tokens for each scheduled request."""
+        """Draft up to `num_draft_tokens` tokens for each scheduled request, as a chain or, where
+        the plan has a `tree_depth`, as a tree of so many levels."""
         ...
 
     def extend(
@@ -98,7 +109,8 @@ class Drafter(Protocol):
     ) -> None:
         """Catch up with what the target has just computed: `output` of `batch`, drafts included.
 
-        Called after the commit. Rows of rejected drafts are among those of `batch`.
+        Called after the commit. Rows of rejected drafts are among those of `batch`. Of a tree the
+        rows of `output` are compacted: those of the accepted path follow the root's, as in a chain.
         """
         ...
 

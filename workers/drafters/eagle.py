@@ -18,15 +18,17 @@ from spectrue.workers.core import SchedulerOutput
 from spectrue.workers.drafters.base import DraftLaw, DraftProposal
 from spectrue.workers.drafters.chain import ChainDraws, DraftCuts
 from spectrue.workers.drafters.eagle_graphs import EagleGraphs
+from spectrue.workers.drafters.eagle_tree import EagleTree
 from spectrue.workers.forward_batch import ForwardBatch, ForwardOutput
 from spectrue.workers.graphs import StepGraphs
 from spectrue.workers.input_buffers import InputBuffers
 from spectrue.workers.model_runner import HeadRunner
 from spectrue.workers.parallel import TPGroup
+from spectrue.workers.tree import TreeShape
 
 
 class EagleDrafter:
-    """Drafts k tokens as a chain by k - 1 forwards of the head, after one in `extend`.
+    """Drafts k tokens as a chain by k - 1 forwards of the head, after one in `extend`, or a tree.
 
     `num_draft_computed` counts the positions that were fed the target's own hidden states. Those
     that were fed recycled ones are not counted, so the next `extend` writes over them.
@@ -42,12 +44,13 @@ class EagleDrafter:
         max_num_seqs: int,
         k: int,
         cuts: DraftCuts | None = None,
+        tree: TreeShape | None = None,  # for plans that ask for trees
     ) -> None:
         self.runner = runner
         self.group = group
         self.draws = ChainDraws(
             max_num_seqs=max_num_seqs,
-            k=k,
+            k=0 if tree is not None else k,  # `match` needs no law
             draft_vocab_size=runner.draft_vocab_size,
             vocab=runner.vocab,
             cuts=cuts,
@@ -60,11 +63,14 @@ class EagleDrafter:
         self.hidden = torch.zeros(
             max_num_seqs + 1, runner.hidden_size, dtype=runner.dtype, device=runner.device
         )
+        self.tree = None if tree is None else EagleTree(runner, group, tree, self.hidden)
 
     def propose(self, plan: SchedulerOutput, buffers: InputBuffers) -> DraftProposal:
         ks = [s.num_draft_tokens if self._ready(buffers, s.slot) else 0 for s in plan.scheduled]
         if not any(ks):
             return DraftProposal.empty(plan)
+        if self.tree is not None and any(s.tree_depth for s in plan.scheduled):
+            return self.tree.propose(plan, buffers, ks)
         if self.graphs is not None:
             return self.graphs.propose(buffers, [s.slot for s in plan.scheduled], ks)
         chain = self.draws.begin(plan, buffers, ks)

@@ -18,7 +18,7 @@ from spectrue.workers.model_store import resolve_model
 from spectrue.workers.models.base import Model
 from spectrue.workers.models.head import DraftHead
 from spectrue.workers.parallel import TPGroup
-from spectrue.workers.policy import Decision
+from spectrue.workers.policy import Decision, resolve_speculative
 from spectrue.workers.weights import Progress, load_model
 from spectrue.workers.weights_head import check_method, load_head
 from spectrue.workers.weights_mtp import load_mtp
@@ -43,6 +43,7 @@ def load_draft(
         return None
     if name == "mtp":
         head, _ = load_mtp(target_path, target, dtype=dtype, group=group, progress=progress)
+        _check_tree(config, target, head)
         return head
     if given is None:
         return None
@@ -81,7 +82,30 @@ def load_draft(
         setting = "speculative.aux_layer_convention"
         decisions.append(Decision(setting, f"outputs of layers {layers}", found.aux_reason))
     target.aux_layers = head.aux_layers
+    _check_tree(config, target, head)
     return head
+
+
+def _check_tree(config: EngineConfig, target: Model, head: DraftHead) -> None:
+    """Raise ConfigError where attention under a tree mask cannot be that of the model."""
+    topk = config.speculative.tree_topk
+    if topk == 1:
+        return
+    if topk > head.draft_vocab_size:
+        raise ConfigError(
+            f"speculative.tree_topk: {topk} is more than the head's {head.draft_vocab_size} tokens"
+        )
+    reason = None
+    if any(target.config.layer_windows):
+        reason = "has sliding-window attention, and a window has no tree mask"
+    elif any(getattr(layer, "softcap", None) for layer in getattr(target, "layers", ())):
+        reason = "caps its attention scores, which the tree kernel cannot"
+    elif not all(16 <= m.config.head_dim <= 256 for m in (target, head)):
+        reason = "has heads of a size beyond [16, 256], which the tree kernel cannot"
+    if reason is not None:
+        raise ConfigError(
+            f"speculative.tree_topk: {topk} drafts trees, but the model {reason}; set it to 1"
+        )
 
 
 def make_drafter(
@@ -106,6 +130,7 @@ def make_drafter(
             max_num_seqs=config.max_num_seqs,
             k=k,
             cuts=cuts,
+            tree=resolve_speculative(speculative).tree,
         )
     return DraftModelDrafter(
         ModelRunner(draft, kv_cache),
