@@ -144,6 +144,7 @@ def num_decided(shape: VerifyShape, simulated: bool = False) -> int:
     length = 0
     if shape.walk is not None:
         length += shape.walk.num_requests * (shape.walk.width + 3)
+        length += shape.walk.num_requests * shape.walk.width * shape.walk.tree
         length += 2 * shape.walk.num_rows * simulated
     if shape.reject is not None:
         length += shape.reject.num_requests * (shape.reject.width + 3 + dispatch.NUM_GUARDS)
