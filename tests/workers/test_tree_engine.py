@@ -24,7 +24,14 @@ from spectrue.workers.tree import TreeShape
 from ..conftest import make_tiny_model
 from .generic_models import make_generic
 from .harness import Completion, assert_same_tokens, complete, make_engine, make_request
-from .heads import copying_eagle, copying_eagle3, eagle3_head, eagle_head, second_order_target
+from .heads import (
+    copying_eagle,
+    copying_eagle3,
+    eagle3_head,
+    eagle_head,
+    second_order_target,
+    with_mtp,
+)
 from .test_bug_cases import worker_of
 from .test_scheduler import make_state, run_step
 
@@ -68,17 +75,19 @@ def test_a_tree_changes_no_text(tiny_llama: Path, tmp_path: Path) -> None:
     assert_same_tokens(a, b)
 
 
-@pytest.mark.parametrize("head", ["eagle", "eagle3"])
+@pytest.mark.parametrize("head", ["eagle", "eagle3", "mtp"])
 def test_a_head_that_copies_its_target_fills_every_step(
     head: str, second_order: Path, tmp_path: Path
 ) -> None:
     """The likeliest branch is always drafted, and always right."""
-    draft = (
-        copying_eagle(tmp_path / "head")
-        if head == "eagle"
-        else copying_eagle3(tmp_path / "head", second_order)
-    )
-    engine = make_engine(second_order, head, draft=draft, tree_topk=2, tree_kind="static")
+    model, draft = second_order, None
+    if head == "eagle":
+        draft = copying_eagle(tmp_path / "head")
+    elif head == "eagle3":
+        draft = copying_eagle3(tmp_path / "head", second_order)
+    else:
+        model = with_mtp(second_order, tmp_path / "target", "deepseek")
+    engine = make_engine(model, head, draft=draft, tree_topk=2, tree_kind="static")
     got = run(engine, max_tokens=25)
     for a, b in zip(got, run(make_engine(second_order), max_tokens=25), strict=True):
         assert_same_tokens(a, b)

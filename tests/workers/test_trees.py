@@ -17,6 +17,7 @@ from spectrue.workers.drafters.base import Drafter, DraftLaw, DraftProposal
 from spectrue.workers.drafters.tree import TreeGrowth, likeliest
 from spectrue.workers.forward_batch import ForwardBatch, ForwardOutput
 from spectrue.workers.input_buffers import InputBuffers
+from spectrue.workers.kv_cache import KVCachePool
 from spectrue.workers.parallel import TPGroup
 from spectrue.workers.speculative import speculative_step
 from spectrue.workers.tree import TreeShape
@@ -200,6 +201,18 @@ def test_mask_and_depths() -> None:
     assert mask[:8, 1].tolist() == [0] * 8
     assert mask[-1].tolist() == [-1, 0b1111_1111]
     assert depths_of(parents[0]) == [0, 1, 1, 2, 3]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
+def test_kv_moves_in_every_layer_and_is_read_first(dtype: torch.dtype) -> None:
+    pool = KVCachePool(2, 3, 2, 2, 16, dtype)
+    slots = torch.arange(6)
+    for layer in range(2):
+        pool.write(layer, slots, torch.randn(6, 2, 2, 16))
+    before = [layer.float() for layer in pool.layers]
+    pool.move(torch.tensor([2, 4, 5]), torch.tensor([1, 2, 4]))
+    for layer, was in zip(pool.layers, before, strict=True):
+        assert torch.equal(layer.float(), was[[0, 2, 4, 3, 5, 5]])
 
 
 def test_rows_that_are_no_law_grow_a_tree_all_the_same() -> None:
