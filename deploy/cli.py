@@ -52,6 +52,12 @@ ENGINE_FLAGS: dict[str, Any] = {
     "num_speculative_tokens": Annotated[
         int | None, typer.Option(help="k, the most draft tokens that a request gets in a step.")
     ],
+    "tree_topk": Annotated[
+        int | None,
+        typer.Option(help="Children of a node of the draft tree; 1: drafts are a chain."),
+    ],
+    "tree_size": Annotated[int | None, typer.Option(help="Drafts of a tree.")],
+    "tree_kind": Annotated[str | None, typer.Option(help="dynamic or static.")],
     "depth": Annotated[
         str | None, typer.Option(help="fixed, or adaptive: each step's k by what is measured.")
     ],

@@ -282,9 +282,11 @@ def test_commands_share_the_flags_of_an_engine(command: Callable[..., None]) -> 
 @pytest.mark.parametrize("flag", cli.ENGINE_FLAGS)
 def test_a_flag_reaches_the_setting_of_its_name(flag: str) -> None:
     value = {"drafter": "none", "depth": "adaptive", "dtype": "float16"}.get(flag, flag)
-    numbers = {"num_speculative_tokens", "max_model_len", "cpu_threads"}
-    given: Any = {"verify_method": "match", "draft_sampling": "greedy"}.get(flag, value)
-    config = cli._engine_config({flag: 7 if flag in numbers else given, "tp_size": None})
+    numbers = {"num_speculative_tokens", "tree_topk", "tree_size", "max_model_len", "cpu_threads"}
+    names = {"verify_method": "match", "draft_sampling": "greedy", "tree_kind": "static"}
+    given: Any = names.get(flag, value)
+    others = {"tree_topk": 2} if flag == "tree_size" else {}  # the one needs the other
+    config = cli._engine_config({**others, flag: 7 if flag in numbers else given, "tp_size": None})
     section = config.speculative if flag in cli.SPECULATIVE else config
     assert getattr(section, flag) == (7 if flag in numbers else given)
     assert config.tp_size == 1

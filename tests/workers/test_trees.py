@@ -211,8 +211,8 @@ def test_kv_moves_in_every_layer_and_is_read_first(dtype: torch.dtype) -> None:
         pool.write(layer, slots, torch.randn(6, 2, 2, 16))
     before = [layer.float() for layer in pool.layers]
     pool.move(torch.tensor([2, 4, 5]), torch.tensor([1, 2, 4]))
-    for layer, was in zip(pool.layers, before, strict=True):
-        assert torch.equal(layer.float(), was[[0, 2, 4, 3, 5, 5]])
+    for after, was in zip(pool.layers, before, strict=True):
+        assert torch.equal(after.float(), was[[0, 2, 4, 3, 5, 5]])
 
 
 def test_rows_that_are_no_law_grow_a_tree_all_the_same() -> None:
