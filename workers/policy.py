@@ -80,7 +80,7 @@ def resolve_speculative(config: SpeculativeConfig) -> ResolvedSpeculative:
         method = config.verify_method
     else:
         wants_rejection = config.draft_sampling in ("auto", "sampled")
-        if config.drafter == "none":
+        if config.max_draft_tokens == 0:
             method, reason = "match", "nothing is drafted: every token is drawn from the target"
         elif not draws:
             method, reason = "match", f"{config.drafter} drafts have no law, match needs none"
@@ -201,6 +201,8 @@ def row_method(params: SamplingParams, resolved: ResolvedSpeculative) -> RowMeth
         return "greedy"
     if params.seed is not None or resolved.reproducible:
         return "match"  # so that the text does not depend on k, load or batch
+    if resolved.num_speculative_tokens == 0:
+        return "match"  # nothing is ever drafted: there is nothing to reject
     return resolved.verify_method
 
 

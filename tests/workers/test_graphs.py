@@ -103,6 +103,18 @@ def test_steps_are_launched_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert engine.stats.num_committed_tokens == sum(map(len, want))
 
 
+def test_a_drafter_without_drafts_is_launched_ahead_too(tmp_path: Path) -> None:
+    """`rejection` is what such a deployment would resolve to; its rows leave no token behind."""
+    kinds = ({"temperature": 0.0}, {"temperature": 1.0})
+
+    def greedy(engine: Engine) -> list[list[int]]:
+        return texts(engine, kinds)[::2]  # the others are not seeded
+
+    want = greedy(engine_of(tmp_path / "eager", "none", enable_graphs=False))
+    options = {"k": 0, "verify_method": "rejection", "draft_sampling": "sampled"}
+    assert greedy(graphed(engine_of(tmp_path / "graphs", "draft_model", **options))) == want
+
+
 @pytest.mark.parametrize("draft_size", [None, 48])
 def test_a_copy_is_accepted_in_graphs_too(tmp_path: Path, draft_size: int | None) -> None:
     """Laws recorded, hidden states carried and KV kept as in eager steps: else it would not be."""
