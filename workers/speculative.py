@@ -63,6 +63,7 @@ def start_step(
     slots = [plan.scheduled[i].slot for i in sampling]
     in_flight = None if graphs is None else graphs.launch(plan, drafts, proposal)
     result: VerifyResult | None = None
+    t2 = time.perf_counter()
     if in_flight is None:
         if proposal.fetch is not None:
             fill_in(drafts, proposal.fetch())
@@ -74,14 +75,15 @@ def start_step(
         if logits is not None and sampling:
             result = verify(logits, buffers, slots, [drafts[i] for i in sampling], proposal)
         result = group.broadcast_object(result)  # a graph has broadcast it by itself
+    t3 = time.perf_counter()
 
     def finish() -> StepOutput:
-        nonlocal result, batch, output, t2
+        nonlocal result, batch, output
+        t4 = time.perf_counter()  # what came since t3 is the engine's, or another step's
         if in_flight is not None:
             assert graphs is not None
             result, batch, output = graphs.finish(in_flight)
-            t2 = time.perf_counter()
-        t3 = time.perf_counter()
+        t5 = time.perf_counter()
 
         # Commit. KV of rejected drafts is dropped by not counting it; in a tree there is some
         # between that of accepted ones, so these move together first.
@@ -91,12 +93,12 @@ def start_step(
             if result.accepted_rows is not None:
                 output = compact(plan, target, batch, output, result.accepted_rows)
         drafter.extend(plan, buffers, batch, output)
-        t4 = time.perf_counter()
+        t6 = time.perf_counter()
         return StepOutput(
             outputs=_outputs(plan, buffers, result, drafts),
             guards=result.guards if result is not None else {},
-            draft_time=t1 - t0 + t4 - t3,
-            model_time=t2 - t1,
+            draft_time=t1 - t0 + t6 - t5,
+            model_time=t2 - t1 + t5 - t4,
             verify_time=t3 - t2,
         )
 
