@@ -117,7 +117,7 @@ def test_a_drafter_without_drafts_is_launched_ahead_too(tmp_path: Path) -> None:
         return texts(engine, kinds)[::2]  # the others are not seeded
 
     want = greedy(engine_of(tmp_path / "eager", "none", enable_graphs=False))
-    options = {"k": 0, "verify_method": "rejection", "draft_sampling": "sampled"}
+    options: dict[str, Any] = {"k": 0, "verify_method": "rejection", "draft_sampling": "sampled"}
     assert greedy(graphed(engine_of(tmp_path / "graphs", "draft_model", **options))) == want
 
 
