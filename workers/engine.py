@@ -87,7 +87,7 @@ class Engine:
         self.processors: dict[str, OutputProcessor] = {}
         self.stats = EngineStats()
         self.guards: Counter[str] = Counter()
-        self._outputs: list[RequestOutput] = []  # of the step in flight
+        self._outputs: list[RequestOutput] = []  # of the step that is being ended
         self._ahead: _Flight | None = None  # the step after it, launched already
         if info.resolved.simulated_acceptance:
             logger.warning(

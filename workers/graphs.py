@@ -208,6 +208,13 @@ class StepGraphs:
             return "logit edits"
         return None
 
+    def leaves_tokens(self, plan: SchedulerOutput) -> bool:
+        """Whether a plan's graph leaves its last tokens on the device (see `_go_on`)."""
+        return self.obstacle(plan) is None and all(
+            s.num_draft_tokens == 0 and self.buffers.methods[s.slot] != "rejection"
+            for s in plan.scheduled
+        )
+
     def _missing_law(self, proposal: DraftProposal) -> str | None:
         if proposal.law is not None and self.law is None:
             return "law outside the engine's buffers"
@@ -318,10 +325,11 @@ class StepGraphs:
         n, width, slots = key.num_requests, key.width + 1, feed.device["slots"]
         # Tokens of each request come first in what was found, then how many drafts it accepted.
         committed, accepted = found[: n * width].clamp(min=0), found[n * width : n * (width + 1)]
-        if key.width == 0 and key.verify.reject is None:
+        if key.width == 0 and key.verify.reject is None:  # as `leaves_tokens` says
             self.tokens[:, 0].index_copy_(0, slots, committed)
         if key.feeds:
             # Rows after the last accepted draft are fed what comes: the next steps write over them.
+            # (Made-up acceptance is the host's: the head then goes on from another row.)
             assert self.feed_head is not None
             assert batch.cu_query_lens is not None
             following = committed.index_select(0, feed.device["decided_at"])

@@ -158,7 +158,7 @@ class Worker:
         return (
             self.graphs is not None
             and isinstance(self.drafter, NoDrafter)
-            and self.graphs.obstacle(plan) is None
+            and self.graphs.leaves_tokens(plan)
         )
 
     def _graphs(
