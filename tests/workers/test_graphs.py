@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ KINDS: tuple[dict[str, Any], ...] = (
 
 @pytest.fixture(autouse=True)
 def _graphs_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    with fake_graphs(monkeypatch):
+    with fake_graphs(monkeypatch, late=True):
         yield
 
 
@@ -58,7 +59,7 @@ def engine_of(folder: Path, drafter: str, draft_size: int | None = None, **optio
     draft = target
     if drafter == "eagle3":
         draft = copying_eagle3(folder / "head", target, draft_size=draft_size)
-    return make_engine(target, drafter, draft=draft, **options)
+    return make_engine(target, drafter, draft=draft, **{"max_model_len": 64, **options})
 
 
 def texts(engine: Engine, kinds: tuple[dict[str, Any], ...] = KINDS) -> list[list[int]]:
@@ -134,6 +135,40 @@ def test_a_copy_is_accepted_in_graphs_too(tmp_path: Path, draft_size: int | None
     assert not engine.guards
 
 
+@pytest.mark.parametrize(
+    ("draft_size", "cuts"), [(64, {}), (None, {"draft_top_k": 4, "draft_top_p": 0.9})]
+)
+def test_graphs_draft_and_accept_as_eager_steps_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, draft_size: int | None, cuts: dict[str, Any]
+) -> None:
+    """Of a head that is right now and then: its law, cuts and noise, and what it is fed, decide
+    how much is accepted. Each graph is replayed with other parameters in its rows."""
+    sampled: tuple[dict[str, Any], ...] = (
+        {"temperature": 1.2},
+        {"temperature": 4.0, "top_k": 2},
+        {"temperature": 4.0, "top_p": 0.6, "choice": 1},
+        {"temperature": 4.0, "min_p": 0.2},
+    )
+    found = []
+    for way in ("eager", "graphs"):
+        target = second_order_target(tmp_path / way / "target")
+        head = copying_eagle3(tmp_path / way / "head", target, draft_size=draft_size)
+        engine = make_engine(
+            target, "eagle3", draft=head, enable_graphs=way == "graphs", max_model_len=64, **cuts
+        )
+        if way == "graphs":
+            graphed(engine)
+        seeds = count()
+        monkeypatch.setattr("secrets.randbits", lambda bits, seeds=seeds: next(seeds))
+        waves = sampled, sampled[::-1], (*KINDS[:3], *sampled)
+        for kinds in waves:
+            done = texts(engine, tuple({**kind, "max_tokens": 12} for kind in kinds))
+            drafts, accepted = engine.stats.num_draft_tokens, engine.stats.num_accepted_tokens
+            found.append((done, drafts, accepted))
+    assert found[: len(waves)] == found[len(waves) :]
+    assert 0.2 * drafts < accepted < 0.95 * drafts
+
+
 def test_what_needs_more_than_a_graph_runs_eagerly_and_is_counted(tmp_path: Path) -> None:
     engine = graphed(engine_of(tmp_path, "ngram"))
     complete(engine, make_request("a", [3, 9, 4], logprobs=2))
@@ -173,6 +208,7 @@ def test_memory_of_other_graphs_changes_nothing(
     ) -> Any:
         nonlocal steps
         steps += 1
+        torch.cuda.current_stream(self.device).synchronize()
         assert isinstance(drafter, EagleDrafter)
         assert drafter.graphs is not None
         for chain in drafter.graphs.captured_chains:
