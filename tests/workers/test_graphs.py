@@ -154,7 +154,13 @@ def test_graphs_draft_and_accept_as_eager_steps_do(
         target = second_order_target(tmp_path / way / "target")
         head = copying_eagle3(tmp_path / way / "head", target, draft_size=draft_size)
         engine = make_engine(
-            target, "eagle3", draft=head, enable_graphs=way == "graphs", max_model_len=64, **cuts
+            target,
+            "eagle3",
+            draft=head,
+            enable_graphs=way == "graphs",
+            max_model_len=64,
+            max_num_seqs=4,  # fewer than there are requests: some join later
+            **cuts,
         )
         if way == "graphs":
             graphed(engine)

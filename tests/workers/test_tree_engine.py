@@ -27,6 +27,7 @@ from .harness import Completion, assert_same_tokens, complete, make_engine, make
 from .heads import (
     copying_eagle,
     copying_eagle3,
+    draft_table,
     eagle3_head,
     eagle_head,
     second_order_target,
@@ -75,7 +76,7 @@ def test_a_tree_changes_no_text(tiny_llama: Path, tmp_path: Path) -> None:
     assert_same_tokens(a, b)
 
 
-@pytest.mark.parametrize("head", ["eagle", "eagle3", "mtp"])
+@pytest.mark.parametrize("head", ["eagle", "eagle3", "eagle3 of 48 tokens", "mtp"])
 def test_a_head_that_copies_its_target_fills_every_step(
     head: str, second_order: Path, tmp_path: Path
 ) -> None:
@@ -85,6 +86,10 @@ def test_a_head_that_copies_its_target_fills_every_step(
         draft = copying_eagle(tmp_path / "head")
     elif head == "eagle3":
         draft = copying_eagle3(tmp_path / "head", second_order)
+    elif head == "eagle3 of 48 tokens":
+        head, only = "eagle3", draft_table(128, 48)[0]
+        model = second_order = second_order_target(tmp_path / "target", only=only)
+        draft = copying_eagle3(tmp_path / "head", model, draft_size=48)
     else:
         model = with_mtp(second_order, tmp_path / "target", "deepseek")
     engine = make_engine(model, head, draft=draft, tree_topk=2, tree_kind="static")
