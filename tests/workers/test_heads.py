@@ -272,6 +272,26 @@ def test_law_and_hidden_states_outlive_their_memory(
     assert not engine.guards
 
 
+@pytest.mark.parametrize("name", ["top_k", "temperature", "target_ids"])
+def test_a_parameter_on_another_device_raises(name: str) -> None:
+    """sglang 0.5.23 skipped a top_k that was on the CPU, and drafted from another law."""
+    real, whole = torch.ones(1), torch.ones(1, dtype=torch.int64)
+    flags = {
+        "sampled": torch.ones(1, dtype=torch.bool),
+        "coupled": torch.zeros(1, dtype=torch.bool),
+    }
+    parameters = dict.fromkeys(("temperature", "top_p", "min_p"), real)
+    parameters |= dict.fromkeys(("top_k", "seed", "choice", "position"), whole) | flags
+    target_ids = torch.arange(5)
+    if name == "target_ids":
+        target_ids = target_ids.to("meta")
+    else:
+        parameters[name] = parameters[name].to("meta")
+    rows = proposal.DraftRows(**parameters)
+    with pytest.raises(ValueError, match=rf"{name} (is|are) on meta"):
+        proposal.sample_draft_proposal(torch.zeros(1, 5), rows, target_ids)
+
+
 # -- the check at start -------------------------------------------------------------------------
 
 
