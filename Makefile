@@ -73,11 +73,12 @@ tools:
 export TRITON_DEFAULT_FP_FUSION ?= 1
 KERNEL_TESTS = $(TEST_ENV) $(BIN)/python -m pytest tests/kernels -p no:cacheprovider -q
 
-# What starts a Ray is one group, so that two never run at once.
-IN_PARALLEL = -n $(TEST_PROCESSES) --dist loadgroup
+IN_PARALLEL = -n $(TEST_PROCESSES)
 
+# Tests that start a Ray come alone: two at once, beside others, take longer to start than they wait.
 test: install-test tools
-	$(TEST_ENV) $(BIN)/python -m pytest -m "not slow" $(IN_PARALLEL) $(PYTEST_ARGS)
+	$(TEST_ENV) $(BIN)/python -m pytest -m "not slow" $(IN_PARALLEL) --ignore tests/integration $(PYTEST_ARGS)
+	$(if $(PYTEST_ARGS),,$(TEST_ENV) $(BIN)/python -m pytest -m "not slow" tests/integration)
 	$(MAKE) ladder
 
 # The kernels where there is no GPU: in Triton's interpreter, and as AMD code executed on the CPU.

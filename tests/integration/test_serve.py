@@ -20,8 +20,6 @@ from openai.types import Completion
 from spectrue.deploy.config import ServerConfig, ServeSection
 from spectrue.workers.config import EngineConfig
 
-pytestmark = pytest.mark.xdist_group("ray")  # of all tests at once one Ray is enough
-
 MODEL = "tiny"
 
 # Not openai.AsyncOpenAI: the tests pass dicts of fields, and what its types forbid.

@@ -17,9 +17,6 @@ from typing import Any
 from uuid import uuid4
 
 import httpx
-import pytest
-
-pytestmark = pytest.mark.xdist_group("ray")
 
 
 def marked(mark: str) -> list[str]:
