@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from spectrue.workers.core import SchedulerOutput
-from spectrue.workers.drafters.base import DraftLaw, DraftProposal, fill_in
+from spectrue.workers.drafters.base import DraftLaw, DraftProposal
 from spectrue.workers.forward_batch import (
     ForwardBatch,
     ForwardOutput,
@@ -179,8 +179,7 @@ class StepGraphs:
         """Wait for a step: what it decided, and what its forward left for the drafter."""
         step.done.synchronize()
         captured, rows = step.captured, step.rows
-        if step.proposal.fetch is not None:
-            fill_in(rows.drafts, step.proposal.fetch())
+        step.proposal.fetch_into(rows.drafts)
         result = collect(
             step.on_host.numpy(),
             captured.inputs.shape,

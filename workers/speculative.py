@@ -14,7 +14,7 @@ from torch import Tensor
 
 from spectrue.workers.compaction import compact
 from spectrue.workers.core import SchedulerOutput, SlotOutput, StepOutput
-from spectrue.workers.drafters.base import Drafter, fill_in, split
+from spectrue.workers.drafters.base import Drafter
 from spectrue.workers.forward_batch import ForwardBatch
 from spectrue.workers.graphs import StepGraphs
 from spectrue.workers.input_buffers import InputBuffers
@@ -54,7 +54,7 @@ def start_step(
 
     # Propose k tokens each, x_1 .. x_k, or a tree of so many.
     proposal = drafter.propose(plan, buffers)
-    drafts = split(proposal)
+    drafts = proposal.drafts()
     t1 = time.perf_counter()
 
     # One target forward: the tokens that have no KV yet, then the drafts. Then, on rank 0, accept a
@@ -65,8 +65,7 @@ def start_step(
     result: VerifyResult | None = None
     t2 = time.perf_counter()
     if in_flight is None:
-        if proposal.fetch is not None:
-            fill_in(drafts, proposal.fetch())
+        proposal.fetch_into(drafts)
         parents = None if proposal.parents is None else proposal.of_requests(proposal.parents)
         batch, rows = _target_batch(plan, buffers, drafts, target, parents)
         output = target.forward(batch)

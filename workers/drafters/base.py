@@ -61,28 +61,24 @@ class DraftProposal:
         ends = accumulate(self.num_draft_tokens)
         return [values[e - k : e] for e, k in zip(ends, self.num_draft_tokens, strict=True)]
 
+    def drafts(self) -> list[list[int]]:
+        """The drafts of each request; of drafts not fetched yet only their number is right."""
+        if self.fetch is not None:
+            return [[-1] * k for k in self.num_draft_tokens]
+        return self.of_requests(self.token_ids)
+
+    def fetch_into(self, drafts: list[list[int]]) -> None:
+        """Complete what `drafts` gave, in place, if they are on the device; waits for them."""
+        if self.fetch is not None:
+            for draft, tokens in zip(drafts, self.of_requests(self.fetch()), strict=True):
+                draft[:] = tokens
+
     @staticmethod
     def empty(plan: SchedulerOutput) -> DraftProposal:
         return DraftProposal(
             num_draft_tokens=(0,) * len(plan.scheduled),
             token_ids=torch.empty(0, dtype=torch.int64),
         )
-
-
-def split(proposal: DraftProposal) -> list[list[int]]:
-    """The drafts of each request; of drafts not fetched yet only their number is right."""
-    if proposal.fetch is not None:
-        return [[-1] * k for k in proposal.num_draft_tokens]
-    drafts: list[list[int]] = [[-1] * k for k in proposal.num_draft_tokens]
-    fill_in(drafts, proposal.token_ids)
-    return drafts
-
-
-def fill_in(drafts: list[list[int]], token_ids: Tensor) -> None:
-    """Put flat `token_ids` into lists that have the right lengths."""
-    flat = iter(token_ids.tolist())
-    for draft in drafts:
-        draft[:] = [next(flat) for _ in draft]
 
 
 class Drafter(Protocol):

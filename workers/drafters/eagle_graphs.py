@@ -309,7 +309,8 @@ class EagleGraphs:
         last: Tensor,  # [requests] int, row of the last that is committed
         slots: Tensor,  # [requests] int64
     ) -> None:
-        """Within the graph of a step: what it computed, of every row. No host synchronisation."""
+        """What the target computed, within a graph: of every row of a step, or of those that
+        `extend` picks. No host synchronisation."""
         batch = replace(batch, input_ids=following)
         out = self.runner.forward(batch, self.runner.combine(output))
         self.hidden.index_copy_(0, slots, out.index_select(0, last))
@@ -365,8 +366,7 @@ class EagleGraphs:
                 hidden_states=output.hidden_states.index_select(0, at["rows"]),
                 aux_hidden_states=None if aux is None else aux.index_select(0, at["rows"]),
             )
-            out = self.runner.forward(batch, self.runner.combine(fed))
-            self.hidden.index_copy_(0, at["slots"], out.index_select(0, at["last"]))
+            self.feed(batch, fed, batch.input_ids, at["last"], at["slots"])
 
         warm_up(step, self.device)
         feed = _Feed(record(step, self._pool), inputs)
