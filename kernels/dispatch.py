@@ -62,6 +62,7 @@ __all__ = [
     "RowLaw",
     "RowStatistics",
     "add_rms_norm",
+    "advance_slots",
     "argmax_lowest",
     "draw_gumbel",
     "draw_inverse_cdf",
@@ -70,6 +71,7 @@ __all__ = [
     "linear",
     "logsumexp_rows",
     "paged_attention",
+    "place_tokens",
     "platform_of",
     "process_logits",
     "quantize_fp8",
@@ -113,6 +115,8 @@ _TRITON_OPS: dict[str, str] = {
     "rope_write_kv": "spectrue.kernels.triton_layers",
     "swiglu": "spectrue.kernels.triton_layers",
     "linear": "spectrue.kernels.triton_linear",
+    "advance_slots": "spectrue.kernels.triton_slots",
+    "place_tokens": "spectrue.kernels.triton_slots",
 }
 _DEFAULT: dict[Platform, str] = {"cpu": "reference", "cuda": "triton", "hip": "triton"}
 _override: ContextVar[str | None] = ContextVar("spectrue_kernels_backend", default=None)
@@ -205,3 +209,5 @@ add_rms_norm = _op(reference.add_rms_norm)
 rope_write_kv = _op(reference.rope_write_kv)
 swiglu = _op(reference.swiglu)
 linear = _op(reference.linear)
+place_tokens = _op(reference.place_tokens)
+advance_slots = _op(reference.advance_slots)

@@ -25,10 +25,12 @@ from spectrue.kernels.reference_rows import (
     row_statistics,
     valid_rows,
 )
+from spectrue.kernels.reference_slots import advance_slots, place_tokens
 from spectrue.kernels.reference_verify import verify_match, verify_rejection
 
 __all__ = [
     "add_rms_norm",
+    "advance_slots",
     "argmax_lowest",
     "draw_gumbel",
     "draw_inverse_cdf",
@@ -36,6 +38,7 @@ __all__ = [
     "linear",
     "logsumexp_rows",
     "paged_attention",
+    "place_tokens",
     "process_logits",
     "record_law",
     "rms_norm",

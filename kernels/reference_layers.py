@@ -36,8 +36,8 @@ def add_rms_norm(
 
 def rope_write_kv(
     qkv: Tensor,  # [T, H + 2 * Hkv, D] floating: query, key and value heads; changed in place
-    cos: Tensor,  # [T, 1, D] float32, contiguous
-    sin: Tensor,  # [T, 1, D] float32, the first half negated
+    cos: Tensor,  # [T, 1, D] float32, last dim contiguous
+    sin: Tensor,  # [T, 1, D] float32, of the same strides; the first half negated
     kv: Tensor,  # [num_slots, 2, Hkv, D] floating or fp8, contiguous; changed in place
     slot_mapping: Tensor,  # [T] int64, where the KV of each token goes; < 0: nowhere
     *,
@@ -133,8 +133,10 @@ def check_rope(
     if qkv.shape[1:] != (heads, head_dim) or qkv.stride()[1:] != (head_dim, 1) or head_dim % 2:
         raise ValueError(f"qkv must be [T, {heads}, {head_dim}] with even, contiguous heads")
     for name, table in (("cos", cos), ("sin", sin)):
-        if table.shape != (qkv.shape[0], 1, head_dim) or not table.is_contiguous():
-            raise ValueError(f"{name} must be contiguous [{qkv.shape[0]}, 1, {head_dim}]")
+        if table.shape != (qkv.shape[0], 1, head_dim) or table.stride(2) != 1:
+            raise ValueError(f"{name} must be [{qkv.shape[0]}, 1, {head_dim}], last dim contiguous")
+        if table.stride(0) != cos.stride(0):
+            raise ValueError("cos and sin must have the same strides")
     if slot_mapping.shape != qkv.shape[:1] or slot_mapping.dtype != torch.int64:
         raise ValueError(f"slot_mapping must be int64 [{qkv.shape[0]}]")
     if (q_norm is None) != (k_norm is None):

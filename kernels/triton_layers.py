@@ -126,6 +126,7 @@ def rope_write_kv(
         q_norm,
         k_norm,
         qkv.stride(0),
+        cos.stride(0),
         eps,
         1 / k_scale if fp8 else None,
         1 / v_scale if fp8 else None,
@@ -151,6 +152,7 @@ def _rope_write_kv(
     q_norm_ptr,
     k_norm_ptr,
     qkv_stride,
+    table_stride,
     eps,
     k_inverse,
     v_inverse,
@@ -185,7 +187,7 @@ def _rope_write_kv(
         first = first.to(raw_first.dtype).to(tl.float32)
         second = second.to(raw_first.dtype).to(tl.float32)
 
-    tables = token * HEAD_DIM + low
+    tables = token * table_stride + low
     inside = low < HALF
     cos_first = tl.load(cos_ptr + tables, mask=inside, other=0.0)
     cos_second = tl.load(cos_ptr + tables + HALF, mask=inside, other=0.0)

@@ -269,6 +269,9 @@ class ScheduledRequest:
     samples: bool  # False for a chunk of a prompt that is not its last
     new_block_ids: tuple[int, ...] = ()  # appended to the slot's block table
     tree_depth: int = 0  # levels of the tree that the drafts are; 0: they are a chain
+    # The step before is in flight. What that one commits is known on the device alone, and comes on
+    # top of `num_computed_tokens`.
+    ahead: bool = False
 
     @property
     def depth(self) -> int:

@@ -158,4 +158,3 @@ class ForwardOutput:
     hidden_states: Tensor  # [num_tokens, hidden], after the final norm
     aux_hidden_states: Tensor | None = None  # [num_tokens, len(aux_layers) * hidden]
     fed: bool = False  # to the draft head already, in the graph that computed it
-    persistent: bool = False  # the engine's own memory, the same at every step; longer than a batch

@@ -21,24 +21,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from spectrue.kernels import dispatch
 from spectrue.workers.core import SchedulerOutput
 from spectrue.workers.drafters.base import DraftLaw, DraftProposal
-from spectrue.workers.forward_batch import (
-    ForwardBatch,
-    ForwardOutput,
-    feed_batch,
-    feed_fields,
-    fill_feed,
-)
+from spectrue.workers.forward_batch import ForwardBatch, ForwardOutput
 from spectrue.workers.input_buffers import InputBuffers
 from spectrue.workers.model_runner import ModelRunner
 from spectrue.workers.packed import PackedTensors
 from spectrue.workers.parallel import TPGroup
+from spectrue.workers.places import Places, SlotLengths, copy_tables
 from spectrue.workers.rows import Rows, needs_edits
 from spectrue.workers.sampler import (
     VerifyResult,
     collect,
     decide,
+    decided_at,
     num_decided,
     process_rows,
 )
@@ -84,13 +81,13 @@ class _Key:
     num_requests: int
     width: int
     verify: VerifyShape
-    feeds: bool  # the draft head, with what was committed
 
 
 @dataclass(frozen=True, slots=True)
 class _Captured:
     graph: torch.cuda.CUDAGraph
     feed: PackedTensors
+    places: Places  # of the feed
     inputs: VerifyInputs
     decided: Tensor  # [n] int64, on the device
     on_host: tuple[Tensor, Tensor]  # the same, pinned: of two steps in flight
@@ -103,7 +100,6 @@ class StepInFlight:
     captured: _Captured
     rows: Rows
     proposal: DraftProposal
-    fed: bool  # the draft head, with what the step committed
     on_host: Tensor
     done: torch.cuda.Event
 
@@ -111,8 +107,9 @@ class StepInFlight:
 class StepGraphs:
     """Replays a step's graph, capturing it at its first use. One stream, one thread.
 
-    What the host does not know when it launches a step is in `tokens`, on the device: the last
-    token of a slot, if the step before is still in flight, and the drafts of its head.
+    What the host does not know when it launches a step is on the device: in `tokens` the last token
+    of a slot, if the step before is still in flight, and the drafts of its head; in `lengths` how
+    many tokens the slot has.
     """
 
     def __init__(
@@ -124,7 +121,6 @@ class StepGraphs:
         device: torch.device,
         max_model_len: int,
         law: DraftLaw | None,  # the drafter's whole buffers, which every step's law begins
-        keep_hidden_states: bool,  # a drafter reads them
     ) -> None:
         self.target = target
         self.buffers = buffers
@@ -132,16 +128,16 @@ class StepGraphs:
         self.device = device
         self.max_model_len = max_model_len
         self.law = law
-        self.keep_hidden_states = keep_hidden_states
         self.sizes = batch_buckets(len(buffers.requests))
-        self.output: ForwardOutput | None = None  # engine-owned, of the last step
         self.fallbacks: Counter[str] = Counter()  # steps that ran without a graph, by reason
         self._captured: dict[_Key, _Captured] = {}
         self._pool = torch.cuda.graph_pool_handle()
         # A slot's last token, then its drafts; one more slot that nobody reads.
         shape = len(buffers.requests) + 1, buffers.resolved.num_speculative_tokens + 1
         self.tokens = torch.zeros(shape, dtype=torch.int64, device=device)
+        self.lengths = SlotLengths(len(buffers.requests), device)
         self.feed_head: FeedHead | None = None  # a draft head's, captured with a step
+        self.last: StepInFlight | None = None  # the last step, if it went by a graph
         self._turn = 0
         self._uploaded = torch.cuda.Event()
         self._done = torch.cuda.Event(), torch.cuda.Event()
@@ -156,15 +152,18 @@ class StepGraphs:
         """Enqueue the whole step; None where only the eager way can run it (counted by reason)."""
         reason = self.obstacle(plan) or self._missing_law(proposal)
         if reason is not None:
+            assert not any(s.ahead for s in plan.scheduled), "no eager step can be ahead"
             self.fallbacks[reason] += 1
+            self.last = None
             return None
         slots = [s.slot for s in plan.scheduled]
-        rows = Rows.build(slots, [s.num_computed_tokens + 1 for s in plan.scheduled], drafts)
-        key = self._key(plan, rows, proposal)
+        bases, committed = self.lengths.origins(plan)
+        rows = Rows.build(slots, committed, drafts, bases=bases)
+        key = self._key(rows, proposal)
         captured = self._captured.get(key) or self._capture(key)
         self._uploaded.synchronize()  # a step in flight may not have read its inputs yet
         captured.inputs.fill(self.buffers, rows)
-        self._fill(captured.feed, plan, rows, key)
+        self._fill(captured, plan, rows, key)
         captured.feed.upload()
         captured.inputs.packed.upload()
         self._uploaded.record()
@@ -173,7 +172,8 @@ class StepGraphs:
         self._turn = 1 - self._turn
         on_host.copy_(captured.decided, non_blocking=True)
         done.record()
-        return StepInFlight(captured, rows, proposal, key.feeds, on_host, done)
+        self.last = StepInFlight(captured, rows, proposal, on_host, done)
+        return self.last
 
     def finish(self, step: StepInFlight) -> tuple[VerifyResult, ForwardBatch, ForwardOutput]:
         """Wait for a step: what it decided, and what its forward left for the drafter."""
@@ -186,13 +186,10 @@ class StepGraphs:
             self.buffers,
             rows,
             self.target.vocab_size,
-            self._simulated,
         )
+        # Of this batch only the lengths are read: the next step may have its tensors already.
         batch = self._batch(captured.feed, tuple(len(d) + 1 for d in rows.drafts))
-        output = self.output
-        if output is None or step.fed:  # nobody reads it
-            output = ForwardOutput(hidden_states=torch.empty(0), fed=step.fed)
-        return result, batch, output
+        return result, batch, ForwardOutput(hidden_states=torch.empty(0), fed=True)
 
     def obstacle(self, plan: SchedulerOutput) -> str | None:
         """Why no graph can run a plan, or None."""
@@ -207,45 +204,29 @@ class StepGraphs:
             return "logit edits"
         return None
 
-    def leaves_tokens(self, plan: SchedulerOutput) -> bool:
-        """Whether a plan's graph leaves its last tokens on the device (see `_go_on`)."""
-        return self.obstacle(plan) is None and all(
-            s.num_draft_tokens == 0 and self.buffers.methods[s.slot] != "rejection"
-            for s in plan.scheduled
-        )
-
     def _missing_law(self, proposal: DraftProposal) -> str | None:
         if proposal.law is not None and self.law is None:
             return "law outside the engine's buffers"
         return None
 
-    def _key(self, plan: SchedulerOutput, rows: Rows, proposal: DraftProposal) -> _Key:
+    def _key(self, rows: Rows, proposal: DraftProposal) -> _Key:
         size = self.sizes[bisect_left(self.sizes, len(rows.slots))]
         width = max(rows.num_drafts)
         on_device = proposal.fetch is not None
         shape = VerifyShape.of(self.buffers, rows).padded(size, width, on_device)
-        # All are decided by one op, so its output is in their order; none has a gap in its KV.
-        one = (shape.walk or shape.reject) if None in (shape.walk, shape.reject) else None
-        feeds = (
-            self.feed_head is not None
-            and one is not None
-            and all(
-                self.buffers.num_draft_computed[s.slot] >= s.num_computed_tokens
-                for s in plan.scheduled
-            )
-        )
-        return _Key(size, width, shape, feeds)
+        return _Key(size, width, shape)
 
-    def _fill(self, feed: PackedTensors, plan: SchedulerOutput, rows: Rows, key: _Key) -> None:
-        buffers, vocab_size, host = self.buffers, self.target.vocab_size, feed.host
+    def _fill(self, captured: _Captured, plan: SchedulerOutput, rows: Rows, key: _Key) -> None:
+        buffers, vocab_size, places = self.buffers, self.target.vocab_size, captured.places
+        host = captured.feed.host
+        counts = np.array(rows.num_drafts) + 1
+        n, num_rows = len(counts), len(rows.slot)
+        ahead = np.array([s.ahead for s in plan.scheduled])
         starts = [s.num_computed_tokens for s in plan.scheduled]
-        counts = [k + 1 for k in rows.num_drafts]
-        n, num_rows = len(starts), len(rows.slot)
-        first = buffers.token_ids.numpy()[rows.slots, starts]
         ids = np.zeros(num_rows, dtype=np.int64)
-        ids[rows.starts] = first
+        ids[rows.starts] = buffers.token_ids.numpy()[rows.slots, starts]
         known = np.ones(num_rows, dtype=bool)
-        known[rows.starts] = np.array([buffers.num_tokens[slot] for slot in rows.slots]) > starts
+        known[rows.starts] = ~ahead
         if key.verify.on_device:
             known &= rows.offset == 0
         elif key.width:
@@ -256,108 +237,104 @@ class StepGraphs:
         source = rows.slot * self.tokens.shape[1] + rows.offset
         host["source"][:num_rows] = np.where(known, -1, source)
         host["source"][num_rows:] = -1
-        host["slots"][:n], host["slots"][n:] = rows.slots, len(buffers.requests)
-        if key.feeds:
-            request = np.repeat(np.arange(n), counts)
-            host["decided_at"][:num_rows] = request * (key.width + 1) + rows.offset
-            host["decided_at"][num_rows:] = 0
-        fill_feed(
-            feed, starts, counts, buffers.block_tables.numpy()[rows.slots], buffers.block_size
-        )
+        host["slots"][:n], host["slots"][n:] = rows.slots, self.lengths.nobody
+        rejects = [buffers.methods[slot] == "rejection" for slot in rows.slots]
+        host["tokens_at"][:n], host["accepted_at"][:n] = decided_at(key.verify, rejects)
+        ends = np.cumsum(counts)
+        host["cu_query_lens"][1 : n + 1], host["cu_query_lens"][n + 1 :] = ends, num_rows
+
+        places.clear(host, self.lengths)
+        assert rows.base is not None
+        committed, base = rows.position[rows.starts], rows.base[rows.starts]
+        (offset,), (of,), (request,) = places.of(host, "row")
+        offset[:num_rows], of[:num_rows] = rows.position - 1, rows.base
+        request[:num_rows] = np.repeat(np.arange(n), counts)
+        for name, added in (("kv_len", counts - 1), ("before", 0)):
+            (offset,), (of,), _ = places.of(host, name)
+            offset[:n], of[:n] = committed + added, base
+        copy_tables(host, buffers, rows.slots)
 
     def _capture(self, key: _Key) -> _Captured:
         start = time.perf_counter()
         num_requests, num_tokens = key.num_requests, key.num_requests * (key.width + 1)
-        num_blocks = self.buffers.block_tables.shape[1]
+        places = Places({"row": num_tokens, "kv_len": num_requests, "before": num_requests})
         feed = PackedTensors(
             {
-                **feed_fields(num_requests, num_tokens, num_blocks),
+                "input_ids": (torch.int64, num_tokens),
                 "source": (torch.int64, num_tokens),
                 "slots": (torch.int64, num_requests),
-                **({"decided_at": (torch.int64, num_tokens)} if key.feeds else {}),
+                "tokens_at": (torch.int64, num_requests),
+                "accepted_at": (torch.int64, num_requests),
+                "cu_query_lens": (torch.int32, num_requests + 1),
+                "block_tables": (torch.int32, num_requests * self.buffers.block_tables.shape[1]),
+                **places.fields,
             },
             self.device,
         )
         # The warm-up writes nothing that is read either.
-        feed.host["slot_mapping"][:] = feed.host["source"][:] = -1
-        feed.host["slots"][:] = len(self.buffers.requests)
+        places.clear(feed.host, self.lengths)
+        feed.host["source"][:] = -1
+        feed.host["slots"][:] = self.lengths.nobody
         feed.upload()
-        inputs = VerifyInputs(key.verify, self.device, self.tokens)
-        batch = self._batch(feed, (key.width + 1,) * num_requests)
+        simulated = bool(self.buffers.resolved.simulated_acceptance)
+        inputs = VerifyInputs(key.verify, self.device, self.tokens, simulated=simulated, based=True)
         law = None
         if key.verify.reject is not None and self.law is not None:
             law = self.law.first(key.verify.reject.num_drafts)
-
-        length = num_decided(key.verify, self._simulated)
-        decided = torch.zeros(length, dtype=torch.int64, device=self.device)
+        decided = torch.zeros(num_decided(key.verify), dtype=torch.int64, device=self.device)
+        shapes = self._batch(feed, (key.width + 1,) * num_requests)
 
         def step() -> None:
-            ids = from_device(batch.input_ids, feed.device["source"], self.tokens)
-            fed = replace(batch, input_ids=ids.clamp(0, self.target.vocab_size - 1))
-            output = self.target.forward(fed)
-            if not key.feeds:
-                self._keep(output)
+            at = feed.device
+            placed = places.place(at, self.lengths, shapes.block_tables, self.buffers.block_size)
+            inputs.place(self.lengths.tensor)
+            ids = from_device(at["input_ids"], at["source"], self.tokens)
+            batch = replace(
+                shapes,
+                input_ids=ids.clamp(0, self.target.vocab_size - 1),
+                positions=placed["row"].positions,
+                slot_mapping=placed["row"].slots,
+                kv_lens=placed["kv_len"].narrow,
+            )
+            output = self.target.forward(batch)
             logits = self.target.logits(output.hidden_states)
             if logits is not None:  # on rank 0
-                law_of_rows = process_rows(logits, inputs, {})
-                decided.copy_(decide(law_of_rows, inputs, law, self._simulated))
+                decided.copy_(decide(process_rows(logits, inputs, {}), inputs, law))
             self.group.broadcast_(decided)
-            self._go_on(key, feed, fed, output, decided)
+            # Leave for the next step what it needs of this one, before the host has seen it. Rows
+            # after the last accepted draft are fed what comes: the next steps write over them.
+            following, last = dispatch.advance_slots(
+                decided,
+                at["tokens_at"],
+                at["accepted_at"],
+                placed["before"].positions,
+                at["slots"],
+                at["cu_query_lens"],
+                num_tokens,
+                self.tokens,
+                self.lengths.tensor,
+            )
+            if self.feed_head is not None:
+                self.feed_head(batch, output, following, last, at["slots"])
 
         warm_up(step, self.device)
         graph = record(step, self._pool)
         on_host = torch.empty(2, *decided.shape, dtype=decided.dtype).pin_memory()
-        captured = _Captured(graph, feed, inputs, decided, (on_host[0], on_host[1]))
+        captured = _Captured(graph, feed, places, inputs, decided, (on_host[0], on_host[1]))
         self._captured[key] = captured
         logger.debug("captured %s in %.2f s", key, time.perf_counter() - start)
         return captured
 
-    def _go_on(
-        self,
-        key: _Key,
-        feed: PackedTensors,
-        batch: ForwardBatch,
-        output: ForwardOutput,
-        found: Tensor,
-    ) -> None:
-        """Leave for the next step what it needs of this one, before the host has seen it."""
-        n, width, slots = key.num_requests, key.width + 1, feed.device["slots"]
-        # Tokens of each request come first in what was found, then how many drafts it accepted.
-        committed, accepted = found[: n * width].clamp(min=0), found[n * width : n * (width + 1)]
-        if key.width == 0 and key.verify.reject is None:  # as `leaves_tokens` says
-            self.tokens[:, 0].index_copy_(0, slots, committed)
-        if key.feeds:
-            # Rows after the last accepted draft are fed what comes: the next steps write over them.
-            # (Made-up acceptance is the host's: the head then goes on from another row.)
-            assert self.feed_head is not None
-            assert batch.cu_query_lens is not None
-            following = committed.index_select(0, feed.device["decided_at"])
-            last = batch.cu_query_lens[:-1] + accepted
-            self.feed_head(batch, output, following, last, slots)
-
-    def _keep(self, output: ForwardOutput) -> None:
-        """Copy what the drafter reads to where every graph of this engine leaves it."""
-        if not self.keep_hidden_states:
-            return
-        if self.output is None:
-            rows = self.sizes[-1] * (self.buffers.resolved.num_speculative_tokens + 1)
-            hidden, aux = output.hidden_states, output.aux_hidden_states
-            self.output = ForwardOutput(
-                hidden_states=hidden.new_zeros(rows, hidden.shape[1]),
-                aux_hidden_states=None if aux is None else aux.new_zeros(rows, aux.shape[1]),
-                persistent=True,
-            )
-        for to, of in (
-            (self.output.hidden_states, output.hidden_states),
-            (self.output.aux_hidden_states, output.aux_hidden_states),
-        ):
-            if to is not None and of is not None:
-                to[: len(of)].copy_(of)
-
-    @property
-    def _simulated(self) -> bool:
-        return bool(self.buffers.resolved.simulated_acceptance)
-
     def _batch(self, feed: PackedTensors, query_lens: tuple[int, ...]) -> ForwardBatch:
-        """Lengths are bounds where they decide how a kernel is launched."""
-        return feed_batch(feed, query_lens, (self.max_model_len,) * len(query_lens))
+        """Lengths are bounds where they decide how a kernel is launched. Positions are for the
+        graph to say."""
+        at, nothing = feed.device, torch.empty(0, dtype=torch.int64)
+        return ForwardBatch(
+            input_ids=at["input_ids"],
+            positions=nothing,
+            slot_mapping=nothing,
+            block_tables=at["block_tables"].view(len(at["slots"]), -1),
+            query_lens=query_lens,
+            seq_lens=(self.max_model_len,) * len(query_lens),
+            cu_query_lens=at["cu_query_lens"],
+        )

@@ -7,6 +7,7 @@ request keeps its slot while it runs, so nothing here moves when others join or 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
@@ -119,6 +120,16 @@ class InputBuffers:
         self.num_draft_computed[slot] = min(
             self.num_draft_computed[slot], self.num_tokens[slot] - 1
         )
+
+    def settle(self, plan: SchedulerOutput) -> SchedulerOutput:
+        """A plan that was launched ahead, once the step before it is committed."""
+        if not any(s.ahead for s in plan.scheduled):
+            return plan
+        scheduled = tuple(
+            replace(s, num_computed_tokens=self.num_tokens[s.slot] - 1, ahead=False)
+            for s in plan.scheduled
+        )
+        return replace(plan, scheduled=scheduled)
 
     def request(self, slot: int) -> NewRequest:
         new = self.requests[slot]

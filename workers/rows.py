@@ -28,6 +28,8 @@ class Rows:
     offset: NDArray[np.int64]  # [rows], of the row in its request
     starts: list[int]  # [batch] first row of each
     parents: list[list[int]] | None = None  # batch x [k], of a tree: each draft's parent's row
+    # [rows], of a captured graph: the slot whose length, on the device, is added to `position`.
+    base: NDArray[np.int64] | None = None
 
     @staticmethod
     def build(
@@ -35,8 +37,10 @@ class Rows:
         first: list[int],
         drafts: list[list[int]],
         parents: list[list[int]] | None = None,
+        bases: Sequence[int] | None = None,
     ) -> Rows:
-        """`first`: the position of each request's first row, the number of tokens before it."""
+        """`first`: the position of each request's first row, the number of tokens before it; with
+        `bases`, its distance from the length of that slot."""
         num_drafts = [len(d) for d in drafts]
         counts = np.array(num_drafts) + 1
         starts = np.cumsum(counts) - counts
@@ -52,6 +56,7 @@ class Rows:
             offset=offsets,
             starts=starts.tolist(),
             parents=parents,
+            base=None if bases is None else np.repeat(np.array(bases), counts),
         )
 
     def path(self, b: int, row: int) -> list[int]:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
@@ -19,8 +18,7 @@ from spectrue.workers.core import TokenLogprobs
 from spectrue.workers.drafters.base import DraftLaw, DraftProposal
 from spectrue.workers.input_buffers import InputBuffers
 from spectrue.workers.rows import Rows, edits_of
-from spectrue.workers.simulate import num_simulated
-from spectrue.workers.verify_inputs import PartShape, VerifyInputs, VerifyShape
+from spectrue.workers.verify_inputs import PartShape, VerifyInputs, VerifyShape, from_device
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,8 +41,6 @@ class Decided:
     num_accepted: list[int]
     invalid: list[bool]
     guards: NDArray[np.int64] | None = None  # [requests, NUM_GUARDS]
-    target_token_ids: list[int] | None = None  # [rows], where they are needed: simulated accepts
-    row_valid: list[bool] | None = None  # [rows]
     accepted_rows: list[list[int]] | None = None  # per request [width], of trees
 
 
@@ -58,14 +54,14 @@ def verify(
     """Decide every sampling request: greedy and `match` by one walk, `rejection` by another."""
     first = [buffers.num_tokens[slot] for slot in slots]
     rows = Rows.build(slots, first, drafts, _trees(drafts, proposal))
-    inputs = VerifyInputs(VerifyShape.of(buffers, rows), logits.device)
+    simulated = bool(buffers.resolved.simulated_acceptance)
+    inputs = VerifyInputs(VerifyShape.of(buffers, rows), logits.device, simulated=simulated)
     inputs.fill(buffers, rows)
     inputs.packed.upload()
     edits = edits_of(buffers, rows, logits.shape[1], logits.device)
     law = process_rows(logits, inputs, edits)
-    simulated = bool(buffers.resolved.simulated_acceptance)
-    decided = decide(law, inputs, proposal.law, simulated).cpu().numpy()
-    result = collect(decided, inputs.shape, buffers, rows, logits.shape[1], simulated)
+    decided = decide(law, inputs, proposal.law).cpu().numpy()
+    result = collect(decided, inputs.shape, buffers, rows, logits.shape[1])
     for b, slot in enumerate(slots):
         params = buffers.request(slot).request.params
         if params.logprobs is not None:
@@ -101,9 +97,7 @@ def process_rows(logits: Tensor, inputs: VerifyInputs, edits: Mapping[str, Any])
     return dispatch.process_logits(logits, temperature=temperature, **cuts, **edits)
 
 
-def decide(
-    law: RowLaw, inputs: VerifyInputs, draft_law: DraftLaw | None, simulated: bool = False
-) -> Tensor:
+def decide(law: RowLaw, inputs: VerifyInputs, draft_law: DraftLaw | None) -> Tensor:
     """Every decision of a step in one int64 vector, for `collect`. No host synchronisation, so that
     a graph can capture it."""
     found: list[Tensor] = []
@@ -121,9 +115,13 @@ def decide(
             choice=choice,
             position=position,
         )
+        drafts, accepts = inputs.drafts("walk"), inputs.get("walk.accepts")
+        if accepts is not None and walk.num_drafts:  # made up, see workers/simulate.py
+            target_token_ids = from_device(target_token_ids, accepts, drafts)
+            drafts = torch.where(inputs["walk.kept"] > 0, drafts, -1)
         output, accepted, invalid, accepted_rows = dispatch.verify_match(
             target_token_ids,
-            inputs.drafts("walk"),
+            drafts,
             inputs["walk.cu_num_draft_tokens"],
             row_valid,
             parents=inputs.get("walk.parents"),
@@ -132,20 +130,17 @@ def decide(
         found += [output, accepted, invalid]
         if walk.tree:
             found.append(accepted_rows)
-        if simulated:
-            found += [target_token_ids, row_valid]
     if reject is not None:
         found += _reject(_rows(law, inputs.get("reject.index")), inputs, reject, draft_law)
     return torch.cat([tensor.flatten().to(torch.int64) for tensor in found])
 
 
-def num_decided(shape: VerifyShape, simulated: bool = False) -> int:
+def num_decided(shape: VerifyShape) -> int:
     """How long the vector of `decide` is, for a rank that has no logits."""
     length = 0
     if shape.walk is not None:
         length += shape.walk.num_requests * (shape.walk.width + 3)
         length += shape.walk.num_requests * shape.walk.width * shape.walk.tree
-        length += 2 * shape.walk.num_rows * simulated
     if shape.reject is not None:
         length += shape.reject.num_requests * (shape.reject.width + 3 + dispatch.NUM_GUARDS)
     return length
@@ -195,7 +190,6 @@ def collect(
     buffers: InputBuffers,
     rows: Rows,
     vocab_size: int,
-    simulated: bool = False,
 ) -> VerifyResult:
     """Of a vector of integers the result, in batch order. A padded part's last requests are no
     requests."""
@@ -210,16 +204,14 @@ def collect(
     at = 0
     if shape.walk is not None:
         batch = [b for b, reject in enumerate(rejects) if not reject]
-        part, at = _part(decided, at, shape.walk, rows_too=simulated)
+        part, at = _part(decided, at, shape.walk)
         _put(result, batch, part)
         bad = sum(_met_bad_id(rows, result, b, vocab_size) for b in batch)
         if bad:
             result.guards[dispatch.GUARD_NAMES[dispatch.GUARD_DRAFT_ID_OUT_OF_RANGE]] = bad
-        if simulated:
-            _simulate(result, batch, part, buffers, rows, vocab_size)
     if shape.reject is not None:
         batch = [b for b, reject in enumerate(rejects) if reject]
-        part, at = _part(decided, at, shape.reject, num_guards=dispatch.NUM_GUARDS)
+        part, at = _part(decided, at, shape.reject, dispatch.NUM_GUARDS)
         _put(result, batch, part)
         assert part.guards is not None
         fired = part.guards[: len(batch)].sum(0).tolist()
@@ -231,13 +223,28 @@ def collect(
     return result
 
 
+def decided_at(shape: VerifyShape, rejects: Sequence[bool]) -> tuple[list[int], list[int]]:
+    """For each request where in the vector of `decide` its tokens begin, and where the number of
+    its accepted drafts is."""
+    tokens: dict[int, int] = {}
+    accepted: dict[int, int] = {}
+    at = 0
+    for part, of_reject in ((shape.walk, False), (shape.reject, True)):
+        if part is None:
+            continue
+        n, width = part.num_requests, part.width + 1
+        batch = [b for b, reject in enumerate(rejects) if reject == of_reject]
+        tokens |= {b: at + i * width for i, b in enumerate(batch)}
+        accepted |= {b: at + n * width + i for i, b in enumerate(batch)}
+        at += num_decided(VerifyShape(0, False, None if of_reject else part, None))
+    return [tokens[b] for b in range(len(rejects))], [accepted[b] for b in range(len(rejects))]
+
+
 def _part(
     decided: NDArray[np.int64],
     at: int,
     shape: PartShape,
-    *,
     num_guards: int = 0,
-    rows_too: bool = False,
 ) -> tuple[Decided, int]:
     """One part of the vector from `at`, and where the next begins."""
     n, width = shape.num_requests, shape.width + 1
@@ -253,10 +260,7 @@ def _part(
     if shape.tree:
         accepted_rows = take(n * shape.width).reshape(n, shape.width).tolist()
     guards = take(n * num_guards).reshape(n, num_guards) if num_guards else None
-    targets = valid = None
-    if rows_too:
-        targets, valid = take(shape.num_rows).tolist(), (take(shape.num_rows) != 0).tolist()
-    return Decided(token_ids, accepted, invalid, guards, targets, valid, accepted_rows), at
+    return Decided(token_ids, accepted, invalid, guards, accepted_rows), at
 
 
 def _put(result: VerifyResult, batch: list[int], part: Decided) -> None:
@@ -277,34 +281,6 @@ def _met_bad_id(rows: Rows, result: VerifyResult, b: int, vocab_size: int) -> bo
     last = [0, *result.accepted_rows[b]][-1]
     after = zip(drafts, rows.parents[b], strict=True)
     return any(parent == last and not 0 <= token < vocab_size for token, parent in after)
-
-
-def _simulate(
-    result: VerifyResult,
-    batch: list[int],
-    part: Decided,
-    buffers: InputBuffers,
-    rows: Rows,
-    vocab_size: int,
-) -> None:
-    """Put a made-up number of accepted drafts, and the target's token after them, in place of the
-    walk's result (`workers/simulate.py`). Rows that are no law keep the real one."""
-    targets, valid, start = part.target_token_ids, part.row_valid, 0
-    assert targets is not None
-    assert valid is not None
-    rates = buffers.resolved.simulated_acceptance
-    for b in batch:
-        path, slot = [0, *rows.path(b, rows.deepest(b))], rows.slots[b]
-        drafts = [rows.drafts[b][row - 1] for row in path[1:]]
-        key = buffers.seed[slot].item(), buffers.choice[slot].item(), rows.position[rows.starts[b]]
-        uniform = random.Random(str(key)).random()
-        n = num_simulated(rates, uniform, drafts, vocab_size)
-        if all(valid[start + row] for row in path[: n + 1]) and not result.invalid[b]:
-            result.token_ids[b] = [*drafts[:n], targets[start + path[n]]]
-            result.num_accepted[b] = n
-            if result.accepted_rows is not None:
-                result.accepted_rows[b] = path[1 : n + 1]
-        start += len(rows.drafts[b]) + 1
 
 
 def _logprobs(law: Tensor, token_ids: list[int], num_top: int) -> tuple[TokenLogprobs, ...]:

@@ -142,23 +142,36 @@ class Scheduler:
         return SchedulerOutput(scheduled=tuple(scheduled), new_requests=tuple(new))
 
     def schedule_ahead(self, plan: SchedulerOutput) -> SchedulerOutput | None:
-        """The step after `plan`, which is in flight and commits one token a request, unseen.
+        """The step after `plan`, which is in flight and commits a token or more a request, unseen.
 
         None where it is not known yet: a prompt has its turn, or memory is short. A request that
-        `plan` may end by its length is left out; one that it ends otherwise takes part in vain.
+        `plan` will end by its length is left out; one that it ends otherwise takes part in vain.
+        Room is for all drafts in flight, accepted or not: near a request's end it drafts less.
         """
         if len(plan.scheduled) != len(self.running):
             return None
         if self.waiting and len(self.running) < self.max_num_seqs:
             return None
+        if self.tree is not None or not all(s.decoding for s in self.running):
+            return None
+        drafts = {s.slot: s.num_draft_tokens for s in plan.scheduled}
         states = [s for s in self.running if len(s.token_ids) + 1 < s.max_len]
-        if not states or not all(s.decoding for s in self.running):
+        if not states:
             return None
-        if not all(self._grow(state, 2, 0) for state in states):
-            return None
-        if self.depth is not None:
-            self.depths[0] += 1
-        return SchedulerOutput(scheduled=tuple(self._plan(s, 1, 0, ahead=1) for s in states))
+        depth = None if self.depth is None else self.depth.choose(len(states))
+        share = max(1, self.max_num_batched_tokens // len(states))
+        scheduled = []
+        for state in states:
+            most = 1 + drafts[state.slot]  # that the step in flight commits
+            k = max(0, min(self._drafts(state, depth, share - 1)[0], self._room(state) - most))
+            if not self._grow(state, 1 + most, k) and not self._grow(state, 1 + most, k := 0):
+                return None
+            scheduled.append((state, k))
+        if depth is not None:
+            self.depths[depth] += 1
+        return SchedulerOutput(
+            scheduled=tuple(self._plan(state, 1, k, ahead=True) for state, k in scheduled)
+        )
 
     def commit(
         self, state: RequestState, num_computed: int, token_ids: list[int], num_draft_computed: int
@@ -208,7 +221,7 @@ class Scheduler:
 
     def _drafts(self, state: RequestState, depth: int | None, most: int) -> tuple[int, int, int]:
         """Drafts of a decoding request, the levels of their tree (0: a chain), their KV slots."""
-        k = min(state.max_draft_tokens, state.max_len - len(state.token_ids) - 1)
+        k = min(state.max_draft_tokens, self._room(state))
         if depth is not None:
             k = min(k, depth)
         if self.tree is None:
@@ -217,6 +230,10 @@ class Scheduler:
         num_nodes = min(self.tree.num_nodes(k), most)
         levels = min(k, num_nodes)
         return num_nodes, levels, self.tree.num_slots(num_nodes, levels)
+
+    def _room(self, state: RequestState) -> int:
+        """Drafts that may be accepted before one more token is the last."""
+        return state.max_len - len(state.token_ids) - 1
 
     def _grow(self, state: RequestState, num_tokens: int, k: int) -> bool:
         return self.blocks.grow(state.table, state.num_computed_tokens + num_tokens + k)
@@ -265,18 +282,24 @@ class Scheduler:
         return True
 
     def _plan(
-        self, state: RequestState, num_tokens: int, k: int, tree_depth: int = 0, ahead: int = 0
+        self,
+        state: RequestState,
+        num_tokens: int,
+        k: int,
+        tree_depth: int = 0,
+        ahead: bool = False,
     ) -> ScheduledRequest:
         new_block_ids = tuple(state.table.block_ids[state.num_sent_blocks :])
         state.num_sent_blocks = len(state.table.block_ids)
         return ScheduledRequest(
             slot=state.slot,
-            num_computed_tokens=state.num_computed_tokens + ahead,
+            num_computed_tokens=state.num_computed_tokens,
             num_scheduled_tokens=num_tokens,
             num_draft_tokens=k,
             samples=num_tokens == state.num_uncomputed_tokens,
             new_block_ids=new_block_ids,
             tree_depth=tree_depth,
+            ahead=ahead,
         )
 
     def _preempt(self, state: RequestState) -> None:

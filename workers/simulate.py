@@ -1,8 +1,9 @@
 """Simulated acceptance, for benchmarks: how many drafts a step accepts is drawn from given rates.
 
 With dummy weights or an untrained head real acceptance says nothing about speed. The real step
-still runs whole; only the outcome of its walk is replaced (`workers/sampler.py`). What comes out
-is not the model's text, so it is a `Decision`, a warning, and a flag on every output. SGLang
+still runs whole; only what its walk compares is replaced (`workers/sampler.py`): the target's token
+by the draft where one shall be accepted, the draft by no token where none shall. What comes out is
+not the model's text, so it is a `Decision`, a warning, and a flag on every output. SGLang
 (SGLANG_SIMULATE_ACC_LEN) and vLLM (`synthetic_acceptance_rates`) have the like.
 """
 
@@ -35,12 +36,7 @@ def rates_for(accept_length: float, k: int) -> tuple[float, ...]:
     return tuple(high**i for i in range(1, k + 1))
 
 
-def num_simulated(rates: Sequence[float], uniform: float, drafts: Sequence[int], vocab: int) -> int:
-    """How many of `drafts` are accepted. One uniform decides, so that the i-th rate is met exactly
-    whatever the others are. A draft that is no token is never accepted."""
-    count = 0
-    for rate, draft in zip(rates, drafts, strict=False):
-        if uniform >= rate or not 0 <= draft < vocab:
-            break
-        count += 1
-    return count
+def num_simulated(rates: Sequence[float], uniform: float, num_drafts: int) -> int:
+    """How many drafts are accepted. One uniform decides, so that the i-th rate is met exactly
+    whatever the others are."""
+    return sum(uniform < rate for rate in rates[:num_drafts])  # they do not rise

@@ -84,14 +84,17 @@ def start_step(
             result, batch, output = graphs.finish(in_flight)
         t5 = time.perf_counter()
 
+        # What was committed before this step is known now, if it was not at the start.
+        settled = buffers.settle(plan)
+
         # Commit. KV of rejected drafts is dropped by not counting it; in a tree there is some
         # between that of accepted ones, so these move together first.
         if result is not None:
             for slot, token_ids in zip(slots, result.token_ids, strict=True):
                 buffers.commit(slot, token_ids)
             if result.accepted_rows is not None:
-                output = compact(plan, target, batch, output, result.accepted_rows)
-        drafter.extend(plan, buffers, batch, output)
+                output = compact(settled, target, batch, output, result.accepted_rows)
+        drafter.extend(settled, buffers, batch, output)
         t6 = time.perf_counter()
         return StepOutput(
             outputs=_outputs(plan, buffers, result, drafts),

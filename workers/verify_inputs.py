@@ -7,6 +7,7 @@ are padded: requests without drafts, rows that nobody reads.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -19,9 +20,10 @@ from spectrue.kernels import dispatch
 from spectrue.workers.input_buffers import InputBuffers
 from spectrue.workers.packed import PackedTensors
 from spectrue.workers.rows import Rows
+from spectrue.workers.simulate import num_simulated
 
 _CUTS = {"top_k": torch.int64, "top_p": torch.float32, "min_p": torch.float32}
-_KEYS = ("seed", "choice", "position")
+_KEYS = ("seed", "choice")  # beside the position
 # Whose rows read nothing: a request that is not there.
 _PADDING = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "drafts": -1}
 
@@ -110,9 +112,13 @@ class VerifyInputs:
         shape: VerifyShape,
         device: torch.device,
         tokens: Tensor | None = None,  # [slots, k + 1] int64: where drafts on the device are
+        *,
+        simulated: bool = False,  # acceptance is made up
+        based: bool = False,  # positions count from lengths on the device, see `place`
     ) -> None:
         self.shape = shape
         self._tokens = tokens
+        self._positions: Tensor | None = None
         fields: dict[str, tuple[torch.dtype, int]] = {}
         if not shape.greedy:
             fields["temperature"] = torch.float32, shape.num_rows
@@ -130,10 +136,26 @@ class VerifyInputs:
             fields["walk.kind"] = torch.int32, shape.walk.num_rows
             if shape.walk.tree:
                 fields["walk.parents"] = torch.int64, shape.walk.num_drafts
+            if simulated:
+                fields["walk.accepts"] = torch.int64, shape.walk.num_rows
+                fields["walk.kept"] = torch.int64, shape.walk.num_drafts
         if shape.reject is not None:  # the keys of the coins: rows that have a draft
             size = shape.reject.num_drafts
             fields |= {f"coin.{key}": (torch.int64, size) for key in _KEYS}
+        # Positions of all keys lie side by side, so that one op can place them.
+        sizes = {name: part.num_rows for name, part in self.parts.items()}
+        if shape.reject is not None:
+            sizes["coin"] = shape.reject.num_drafts
+        total = sum(sizes.values())
+        fields["position"] = torch.int64, total
+        if based:
+            fields["base"] = torch.int64, total
         self.packed = PackedTensors(fields, device)
+        self._keyed: dict[str, slice] = {}
+        end = 0
+        for name, size in sizes.items():
+            self._keyed[name] = slice(end, end + size)
+            end += size
 
     @property
     def parts(self) -> dict[str, PartShape]:
@@ -147,8 +169,13 @@ class VerifyInputs:
         return self.packed.device.get(name)
 
     def keys(self, name: str) -> tuple[Tensor, Tensor, Tensor]:
-        seed, choice, position = (self[f"{name}.{key}"] for key in _KEYS)
-        return seed, choice, position
+        positions = self["position"] if self._positions is None else self._positions
+        return self[f"{name}.seed"], self[f"{name}.choice"], positions[self._keyed[name]]
+
+    def place(self, lengths: Tensor) -> None:
+        """Within a graph: let the positions of keys count from these lengths, [slots] int64."""
+        if not self.shape.greedy:
+            self._positions = lengths.index_select(0, self["base"]).add_(self["position"])
 
     def drafts(self, name: str) -> Tensor:
         drafts, source = self[f"{name}.drafts"], self.get(f"{name}.source")
@@ -178,20 +205,57 @@ class VerifyInputs:
                 "choice": buffers.choice.numpy()[slot[index]],
                 "position": rows.position[index],
             }
-            _put_all(host, name, keys)
+            self._put_keys(name, keys)
+            bases = None if rows.base is None else rows.base[index]
+            self._put_bases(name, bases)
             if name == "walk":
                 kind = buffers.draw_kind.numpy()[slot[index]]
                 _put(host["walk.kind"], kind, dispatch.DRAW_ARGMAX)
                 if rows.parents is not None:
                     _put(host["walk.parents"], [p for b in batch for p in rows.parents[b]], 0)
+                if "walk.accepts" in host:
+                    self._put_simulated(buffers, rows, batch)
             has_draft = np.ones(len(index), dtype=bool)
             has_draft[np.cumsum([rows.num_drafts[b] + 1 for b in batch]) - 1] = False
             if name == "reject":
-                _put_all(host, "coin", {k: v[has_draft] for k, v in keys.items()})
+                self._put_keys("coin", {k: v[has_draft] for k, v in keys.items()})
+                self._put_bases("coin", None if bases is None else bases[has_draft])
             if self.shape.on_device:
                 assert self._tokens is not None
                 source = slot[index] * self._tokens.shape[1] + rows.offset[index] + 1
                 _put(host[f"{name}.source"], source[has_draft], -1)
+
+    def _put_keys(self, name: str, keys: Mapping[str, NDArray[np.generic]]) -> None:
+        host = self.packed.host
+        _put(host[f"{name}.seed"], keys["seed"], 0)
+        _put(host[f"{name}.choice"], keys["choice"], 0)
+        _put(host["position"][self._keyed[name]], keys["position"], 0)
+
+    def _put_bases(self, name: str, bases: NDArray[np.int64] | None) -> None:
+        if "base" in self.packed.host:
+            assert bases is not None
+            _put(self.packed.host["base"][self._keyed[name]], bases, 0)
+
+    def _put_simulated(self, buffers: InputBuffers, rows: Rows, batch: list[int]) -> None:
+        """Which draft each row accepts (-1: it decides by itself), and which drafts may be."""
+        rates, start = buffers.resolved.simulated_acceptance, 0
+        accepts: list[int] = []
+        kept: list[int] = []
+        for b in batch:
+            num_drafts, slot = rows.num_drafts[b], rows.slots[b]
+            path = rows.path(b, rows.deepest(b))
+            # A step that is launched ahead begins with the same text on the host.
+            key = buffers.seed[slot].item(), buffers.choice[slot].item(), buffers.num_tokens[slot]
+            ahead = bool(rows.position[rows.starts[b]] < buffers.num_tokens[slot])
+            n = num_simulated(rates, random.Random(str((*key, ahead))).random(), len(path))
+            chosen = [-1] * (num_drafts + 1)
+            for row, after in zip([0, *path], path[:n], strict=False):
+                chosen[row] = start + after - 1
+            accepts += chosen
+            kept += [int(row in path[:n]) for row in range(1, num_drafts + 1)]
+            start += num_drafts
+        _put(self.packed.host["walk.accepts"], accepts, -1)
+        _put(self.packed.host["walk.kept"], kept, 0)
 
 
 def from_device(
@@ -207,10 +271,3 @@ def from_device(
 def _put(to: NDArray[np.generic], values: NDArray[np.generic] | list[int], padding: float) -> None:
     to[: len(values)] = values
     to[len(values) :] = padding
-
-
-def _put_all(
-    host: Mapping[str, NDArray[np.generic]], name: str, keys: Mapping[str, NDArray[np.generic]]
-) -> None:
-    for key, values in keys.items():
-        _put(host[f"{name}.{key}"], values, 0)

@@ -153,13 +153,11 @@ class Worker:
         return torch.inference_mode()(finish)
 
     def can_follow(self, plan: SchedulerOutput) -> bool:
-        """Whether the next step of the same requests may be launched before `plan`'s has ended:
-        nothing that it needs is known on the host alone. The same on every rank."""
-        return (
-            self.graphs is not None
-            and isinstance(self.drafter, NoDrafter)
-            and self.graphs.leaves_tokens(plan)
-        )
+        """Whether the next step of the same requests may be launched before that of `plan`, the
+        last one launched, has ended: nothing that it needs is known on the host alone. The same on
+        every rank."""
+        in_graph = self.graphs is not None and self.graphs.last is not None
+        return in_graph and isinstance(self.drafter, NoDrafter | EagleDrafter)
 
     def _graphs(
         self, config: EngineConfig, model: Model, max_model_len: int, decisions: list[Decision]
@@ -178,7 +176,6 @@ class Worker:
             device=model.device,
             max_model_len=max_model_len,
             law=self.drafter.law,
-            keep_hidden_states=self.drafter.needs_hidden_states,
         )
         if isinstance(self.drafter, EagleDrafter):
             self.drafter.use_graphs(graphs)

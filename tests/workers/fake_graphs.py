@@ -143,7 +143,6 @@ def use_graphs(worker: Worker) -> None:
         device=torch.device("cpu"),
         max_model_len=worker.info.max_model_len,
         law=worker.drafter.law,
-        keep_hidden_states=worker.drafter.needs_hidden_states,
     )
     if isinstance(worker.drafter, EagleDrafter):
         worker.drafter.use_graphs(worker.graphs)

@@ -60,12 +60,11 @@ def _num_graphs(worker: Worker) -> tuple[int, int]:
 
 
 def _steps_ahead(patch: pytest.MonkeyPatch) -> list[bool]:
-    """By launch of a graph, whether the step before it had not ended on this rank."""
+    """By launch of a graph, whether the step before it had not ended."""
     launch, ahead = StepGraphs.launch, []
 
     def watched(self: StepGraphs, plan: SchedulerOutput, *rest: Any) -> Any:
-        lengths = self.buffers.num_tokens
-        ahead.append(any(s.num_computed_tokens >= lengths[s.slot] for s in plan.scheduled))
+        ahead.append(any(s.ahead for s in plan.scheduled))
         return launch(self, plan, *rest)
 
     patch.setattr(StepGraphs, "launch", watched)
@@ -208,8 +207,8 @@ def test_two_ranks_decide_as_one(
     if noisy:
         assert all(tokens)
         return
-    if drafter == "none":
-        assert ranks[0][3] > 15, "no step was launched ahead"
+    if graphs and drafter in ("none", "eagle3"):
+        assert ranks[0][3] > 10, "no step was launched ahead"
     alone = load_engine(config.replace(tp_size=1, enable_graphs=False))
     one = [done.token_ids for done in complete(alone, *_requests())]
     for i, request in enumerate(_requests()):

@@ -72,7 +72,7 @@ class EagleDrafter:
         if self.tree is not None and any(s.tree_depth for s in plan.scheduled):
             return self.tree.propose(plan, buffers, ks)
         if self.graphs is not None:
-            return self.graphs.propose(buffers, [s.slot for s in plan.scheduled], ks)
+            return self.graphs.propose(plan, buffers, ks)
         chain = self.draws.begin(plan, buffers, ks)
         hidden = self.hidden[[chain.slots[i] for i in chain.active(0)]]
         for depth in range(max(ks)):
@@ -120,10 +120,6 @@ class EagleDrafter:
             row += query_len
         if not slots or output.fed:
             return
-        if self.graphs is not None and self.graphs.extend(
-            buffers, output, slots, starts, counts, rows
-        ):
-            return
         fed = ForwardBatch.build(
             token_ids=[
                 buffers.token_ids[slot, start + 1 : start + 1 + n]
@@ -146,6 +142,7 @@ class EagleDrafter:
             self.draws,
             self.hidden,
             steps.tokens,
+            steps.lengths,
             self.group,
             k=self.k,
             max_num_seqs=len(self.hidden) - 1,
