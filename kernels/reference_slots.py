@@ -18,15 +18,16 @@ def place_tokens(
 ) -> tuple[Tensor, Tensor, Tensor]:  # [N] int64 positions; [N] int64 KV slots or -1; [N] int32
     """Positions `lengths[base] + offset`, the slots of their KV, and the positions as int32.
 
-    A position before the first token is 0; a slot beyond the table's end is -1. Raises ValueError
-    naming the argument.
+    A position before the first token is 0, one beyond the table's end is the last and has no slot.
+    Raises ValueError naming the argument.
     """
     check_place(offset, base, request, block_tables)
-    positions = (lengths[base] + offset).clamp(min=0)
-    block, width = positions // block_size, block_tables.shape[1]
-    found = block_tables[request.clamp(min=0), block.clamp(max=width - 1)].to(torch.int64)
+    size = block_tables.shape[1] * block_size
+    wanted = (lengths[base] + offset).clamp(min=0)
+    positions = wanted.clamp(max=size - 1)
+    found = block_tables[request.clamp(min=0), positions // block_size].to(torch.int64)
     slots = found * block_size + positions % block_size
-    slots = torch.where((request >= 0) & (block < width), slots, -1)
+    slots = torch.where((request >= 0) & (wanted < size), slots, -1)
     return positions, slots, positions.to(torch.int32)
 
 

@@ -25,7 +25,7 @@ from spectrue.kernels.triton_launch import launch
 from spectrue.kernels.triton_layers import swiglu
 
 VECTOR_ROWS = 2  # more make the products, not the loads, take the time
-MAX_ROWS = 64  # of what is bound by memory
+MAX_ROWS = 64  # of what is bound by memory; with a gate, whose launch is saved, twice as many
 MOST_PROGRAMS = 8  # a compute unit: longer runs hide their start and end by themselves
 
 
@@ -48,20 +48,26 @@ def make_plan(
         block_n = 1 if gated else 2
         num_warps = min(max(block_n * block_k // 512, 1), 8)
         return Plan(True, block_n, block_k, num_warps, 1)
-    tiles = n // 64
-    if rows > MAX_ROWS or not half or kind != "sm_90" or tiles > units * MOST_PROGRAMS:
+    tiles = max(n // 64, 1)
+    most = 2 * MAX_ROWS if gated else MAX_ROWS
+    if rows > most or not half or kind != "sm_90" or tiles > units * MOST_PROGRAMS:
         return None
     if gated:
-        return Plan(False, 64, 128, 4, 4)
-    few = rows <= 16
-    if few and k > n:
-        return None
-    # Two programs a unit where their tiles are small, one where they are large.
-    splits = min(units * (2 if few else 1) // max(tiles, 1), k // 512)
-    splits = 1 << max(splits, 1).bit_length() - 1
+        return Plan(False, 64, 128, 4, 4) if rows <= MAX_ROWS else Plan(False, 128, 64, 8, 4)
+    small = 2 * tiles <= units
+    if rows <= 16 and small:
+        return Plan(False, 64, 128, 4, 6, _splits(units // tiles, k))
+    if rows <= 16 and tiles <= 3 * units:
+        return Plan(False, 64, 128, 4, 3, _splits(3 * units // tiles, k))
+    splits = _splits(units // tiles, k)
     if splits > 1 and rows > 32 and k <= n:
         return None
     return Plan(False, 64, 128, 4, 5, splits)
+
+
+def _splits(wanted: int, k: int) -> int:
+    """A power of two; parts of a sum are not worth a program below 512."""
+    return 1 << max(min(wanted, k // 512), 1).bit_length() - 1
 
 
 def linear(

@@ -75,6 +75,7 @@ def _place_kernel(
     has_kv = (owner >= 0) & (block < width)
     found = tl.load(block_tables + owner * width + block, mask=has_kv, other=0).to(tl.int64)
     slot = tl.where(has_kv, found * block_size + position % block_size, -1)
+    position = tl.minimum(position, width * block_size - 1)
     tl.store(positions + i, position, mask=inside)
     tl.store(slots + i, slot, mask=inside)
     tl.store(narrow + i, position.to(tl.int32), mask=inside)

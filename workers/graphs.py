@@ -99,7 +99,6 @@ class StepInFlight:
 
     captured: _Captured
     rows: Rows
-    proposal: DraftProposal
     on_host: Tensor
     done: torch.cuda.Event
 
@@ -172,14 +171,13 @@ class StepGraphs:
         self._turn = 1 - self._turn
         on_host.copy_(captured.decided, non_blocking=True)
         done.record()
-        self.last = StepInFlight(captured, rows, proposal, on_host, done)
+        self.last = StepInFlight(captured, rows, on_host, done)
         return self.last
 
     def finish(self, step: StepInFlight) -> tuple[VerifyResult, ForwardBatch, ForwardOutput]:
         """Wait for a step: what it decided, and what its forward left for the drafter."""
         step.done.synchronize()
         captured, rows = step.captured, step.rows
-        step.proposal.fetch_into(rows.drafts)
         result = collect(
             step.on_host.numpy(),
             captured.inputs.shape,

@@ -177,7 +177,10 @@ class Worker:
             max_model_len=max_model_len,
             law=self.drafter.law,
         )
+        num_positions = self.buffers.block_tables.shape[1] * self.buffers.block_size
+        model.rope.reserve(num_positions)
         if isinstance(self.drafter, EagleDrafter):
+            self.drafter.runner.head.rope.reserve(num_positions)
             self.drafter.use_graphs(graphs)
         return graphs
 

@@ -370,6 +370,15 @@ def _record(vocab_size: int, dtype: torch.dtype, cuts: Iterable[str]) -> object:
     )
 
 
+def _slots() -> Iterator[Case]:
+    cu = _ints(REQUESTS + 1, dtype=torch.int32)
+    tables = _ints(REQUESTS, 64, dtype=torch.int32)
+    at, rows = _ints(REQUESTS), _ints(ROWS)
+    yield "place_tokens", partial(dispatch.place_tokens, rows, rows, at, rows, tables, 16)
+    commit = partial(dispatch.advance_slots, rows, at, at, at, at, cu, ROWS, tables.long(), at)
+    yield "advance_slots", commit
+
+
 def _cases() -> Iterator[Case]:
     """The first one that launches a kernel stands for it in the short run."""
     yield from _sampling(128256, BF16, thorough=True)
@@ -385,6 +394,7 @@ def _cases() -> Iterator[Case]:
     for cuts in ((), CUTS):
         how = "cuts" if cuts else "whole"
         yield f"record_law bf16 V=32000 {how}", partial(_record, 32000, BF16, cuts)
+    yield from _slots()
     for mode in ATTENTION:
         yield from _attention(mode, 128, BF16, (32, 8), 16)
     for mode in ATTENTION:

@@ -40,9 +40,9 @@ class FakeStream:
     def num_enqueued(self) -> int:
         return self._num_run + len(self._queue)
 
-    def enqueue(self, step: Callable[[], object]) -> None:
+    def enqueue(self, step: Callable[[], object], at_once: bool = True) -> None:
         self._queue.append(step)
-        if not self._late or self._coin.random() < 0.5:
+        if at_once and (not self._late or self._coin.random() < 0.5):
             self.synchronize()
 
     def synchronize(self, num_steps: int | None = None) -> None:
@@ -54,6 +54,10 @@ class FakeStream:
             self._queue.popleft()()
             self._num_run += 1
         self.running = False
+
+
+def check_same(host: Tensor, written: Tensor) -> None:
+    assert host.equal(written), "inputs were written over before the device had read them"
 
 
 class FakeEvent:
@@ -87,7 +91,7 @@ def fake_graphs(
         return
     stream = FakeStream(late)
     write, process = KVCachePool.write, sampler.process_rows
-    copy, pack = Tensor.copy_, PackedTensors.__init__
+    copy, pack, upload = Tensor.copy_, PackedTensors.__init__, PackedTensors.upload
 
     def write_kept(self: KVCachePool, layer: int, slot_mapping: Tensor, kv: Tensor) -> None:
         stream.synchronize()  # an eager forward comes after what was enqueued
@@ -112,6 +116,12 @@ def fake_graphs(
             start = max(tensor.data_ptr() - self._host.data_ptr(), 0)
             self.device[name] = self._device[start : start + tensor.nbytes].view(tensor.dtype)
 
+    def upload_checked(self: PackedTensors) -> None:
+        """The host's side must stay as it is until the device has read it."""
+        written = self._host.clone()
+        stream.enqueue(lambda: check_same(self._host, written), at_once=False)
+        upload(self)
+
     def warm_up(step: Callable[[], object], device: torch.device) -> object:
         stream.synchronize()
         return step()
@@ -125,6 +135,7 @@ def fake_graphs(
     monkeypatch.setattr(Tensor, "pin_memory", lambda tensor: tensor)
     monkeypatch.setattr(Tensor, "copy_", copy_later)
     monkeypatch.setattr(PackedTensors, "__init__", pack_apart)
+    monkeypatch.setattr(PackedTensors, "upload", upload_checked)
     monkeypatch.setattr(sampler, "process_rows", process_after)
     monkeypatch.setattr(KVCachePool, "write", write_kept)
     monkeypatch.setattr(dispatch, "platform_of", lambda device: "cuda")  # the paged attention
@@ -144,5 +155,8 @@ def use_graphs(worker: Worker) -> None:
         max_model_len=worker.info.max_model_len,
         law=worker.drafter.law,
     )
+    num_positions = worker.buffers.block_tables.shape[1] * worker.buffers.block_size
+    worker.target.model.rope.reserve(num_positions)  # type: ignore[attr-defined]
     if isinstance(worker.drafter, EagleDrafter):
+        worker.drafter.runner.head.rope.reserve(num_positions)
         worker.drafter.use_graphs(worker.graphs)

@@ -134,6 +134,20 @@ def test_the_law_of_steps_ahead(tmp_path: Path) -> None:
     assert stats.chi2.sf(statistic, len(cells) - 1) > 1e-4
 
 
+@pytest.mark.parametrize("drafter", ["none", "eagle3"])
+def test_the_contexts_end_with_steps_ahead(tmp_path: Path, drafter: str) -> None:
+    """Blocks and positions of what is in flight end with it, whatever is accepted."""
+    options: dict[str, Any] = {"max_model_len": 24, "block_size": 4}
+    kinds = (
+        {"temperature": 0.0, "max_tokens": 99},
+        {"temperature": 1.0, "seed": 3, "max_tokens": 99},
+    )
+    want = texts(engine_of(tmp_path / "eager", "none", enable_graphs=False, **options), kinds)
+    engine = graphed(engine_of(tmp_path / "graphs", drafter, **options))
+    assert texts(engine, kinds) == want
+    assert {len(text) for text in want} == {20}
+
+
 def test_a_drafter_without_drafts_is_launched_ahead_too(tmp_path: Path) -> None:
     """`rejection` is what such a deployment would resolve to; its rows leave no token behind."""
     kinds = ({"temperature": 0.0}, {"temperature": 1.0})

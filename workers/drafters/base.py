@@ -48,8 +48,8 @@ class DraftProposal:
     num_draft_tokens: tuple[int, ...]  # per scheduled request, at most its k
     token_ids: Tensor  # [num_drafts] int64, flattened in batch order
     law: DraftLaw | None = None
-    # They are on the device, where `StepGraphs.tokens` is. Until this is called `token_ids` says
-    # nothing; it waits for them and returns them.
+    # They are on the device, where `StepGraphs.tokens` is, and `token_ids` says nothing. This waits
+    # for them and returns them, to a step without a graph.
     fetch: Callable[[], Tensor] | None = None
     # [num_drafts] int64, of each draft of a tree the row of its parent in its request: 0 is the
     # last committed token's, i + 1 that of draft i, which is an earlier one. None: chains.

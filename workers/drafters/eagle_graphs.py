@@ -63,7 +63,6 @@ class _Chain:
     inputs: PackedTensors
     places: Places  # of the inputs
     token_ids: Tensor  # [depth, requests] int64
-    on_host: tuple[Tensor, Tensor]  # the same, pinned: of two steps in flight
 
 
 class EagleGraphs:
@@ -83,9 +82,7 @@ class EagleGraphs:
     ) -> None:
         self.runner, self.draws, self.hidden, self.k = runner, draws, hidden, k
         self.tokens, self.lengths = tokens, lengths
-        self._turn = 0
         self._uploaded = torch.cuda.Event()
-        self._drafted = torch.cuda.Event(), torch.cuda.Event()
         self.group, self.device = group, runner.device
         self.sizes = batch_buckets(max_num_seqs)
         self._chains: dict[_ChainKey, _Chain] = {}
@@ -129,15 +126,11 @@ class EagleGraphs:
         chain.inputs.upload()
         self._uploaded.record()
         chain.graph.replay()
-        on_host, drafted_at = chain.on_host[self._turn], self._drafted[self._turn]
-        self._turn = 1 - self._turn
-        on_host.copy_(chain.token_ids, non_blocking=True)
-        drafted_at.record()
         num_law = sum(ks[i] for i, law in zip(active, has_law, strict=True) if law)
 
         def fetch() -> Tensor:
-            drafted_at.synchronize()
-            drafted = on_host.t()  # by active request
+            torch.cuda.current_stream(self.device).synchronize()
+            drafted = chain.token_ids.t().cpu()  # by active request
             return torch.cat([drafted[row, : ks[i]] for row, i in enumerate(active)])
 
         return DraftProposal(
@@ -253,9 +246,7 @@ class EagleGraphs:
                 self.tokens.view(-1).index_copy_(0, first + depth, token_ids[depth])
 
         warm_up(step, self.device)
-        on_host = torch.empty(2, *token_ids.shape, dtype=torch.int64).pin_memory()
-        graph = record(step, self._pool)
-        chain = _Chain(graph, inputs, places, token_ids, (on_host[0], on_host[1]))
+        chain = _Chain(record(step, self._pool), inputs, places, token_ids)
         self._chains[key] = chain
         return chain
 

@@ -35,12 +35,24 @@ class RotaryEmbedding:
     def __init__(self, config: ModelConfig, device: torch.device) -> None:
         inv_freq, self.scale = inverse_frequencies(config)
         self.inv_freq = inv_freq.to(device)
+        self._table: Tensor | None = None
+
+    def reserve(self, num_positions: int) -> None:
+        """Compute all rows now: on a GPU reading one is a launch, and computing it six."""
+        positions = torch.arange(num_positions, device=self.inv_freq.device)
+        self._table = torch.cat(self._compute(positions), -1)
 
     def tables(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin [num_tokens, 1, head_dim] float32; sin's first half is negated.
 
-        Computed once per forward: no table as long as the context, and no gather.
+        Computed once per forward; positions must be below what was reserved.
         """
+        if self._table is None:
+            return self._compute(positions)
+        cos, sin = self._table.index_select(0, positions).chunk(2, -1)
+        return cos, sin
+
+    def _compute(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         angles = positions[:, None, None] * self.inv_freq
         cos, sin = angles.cos(), angles.sin()
         if self.scale != 1.0:
