@@ -84,6 +84,7 @@ class EngineSection(Section):
     kv_cache_bytes: int | None = None
     enable_prefix_caching: bool | None = None
     enable_graphs: bool | None = None
+    warm_up_seconds: float | None = None
     enable_p2p_all_reduce: bool | None = None
     speculative: SpeculativeSection = SpeculativeSection()
 

@@ -15,6 +15,7 @@ from spectrue.workers.errors import EngineDeadError, EngineOverloadedError, Inva
 from spectrue.workers.executor import GroupExecutor
 from spectrue.workers.parallel import TPGroup
 from spectrue.workers.tokenizer import has_tokenizer, load_tokenizer
+from spectrue.workers.warm_up import warm_up
 from spectrue.workers.worker import Progress, Worker
 
 logger = logging.getLogger(__name__)
@@ -29,7 +30,18 @@ def load_engine(
     path = worker.info.model_path
     bare = config.load_format == "dummy" and not has_tokenizer(path)
     tokenizer = None if bare else load_tokenizer(path)
-    return Engine(config, worker.info, GroupExecutor(worker, group), tokenizer)
+    executor = GroupExecutor(worker, group)
+    if worker.graphs is not None and config.warm_up_seconds > 0:
+        start = time.perf_counter()
+        # Its blocks, its queue and what it measures are thrown away with it.
+        first = Engine(config.replace(enable_prefix_caching=False), worker.info, executor, None)
+        report = progress or (lambda what, done, total: None)
+        done, total = warm_up(
+            first, config.warm_up_seconds, lambda done, total: report("graphs", done, total)
+        )
+        seconds = time.perf_counter() - start
+        logger.info("%d of %d usual batches captured in %.1f s", done, total, seconds)
+    return Engine(config, worker.info, executor, tokenizer)
 
 
 class AsyncEngine:

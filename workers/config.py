@@ -162,6 +162,7 @@ class EngineConfig:
     kv_cache_bytes: int | None = None  # without num_kv_blocks; default: 512 MiB, or 90 % of a GPU
     enable_prefix_caching: bool = True
     enable_graphs: bool = True  # CUDA and HIP graphs of decode steps; nothing on a CPU
+    warm_up_seconds: float = 20.0  # graphs captured before it is ready, at most; 0: at first use
     enable_p2p_all_reduce: bool = True  # between GPUs, for small sums; nothing without tp_size > 1
     speculative: SpeculativeConfig = field(default_factory=SpeculativeConfig)
 
@@ -178,6 +179,8 @@ class EngineConfig:
             "block_size",
         ):
             _check(getattr(self, name) >= 1, name, "at least 1", getattr(self, name))
+        seconds = self.warm_up_seconds
+        _check(0 <= seconds < float("inf"), "warm_up_seconds", "at least 0", seconds)
         for name in ("cpu_threads", "max_model_len", "num_kv_blocks", "kv_cache_bytes"):
             value = getattr(self, name)
             _check(value is None or value >= 1, name, "at least 1", value)

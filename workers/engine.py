@@ -168,7 +168,7 @@ class Engine:
         if self._ahead is not None and not any(
             state.status is RequestStatus.RUNNING for state in self._ahead.states
         ):
-            self._drain()
+            self.drain()
         start = time.perf_counter()
         flight, self._ahead = self._ahead or self._launch(self.scheduler.schedule()), None
         # The device shall not wait for what the host does between two steps.
@@ -217,7 +217,7 @@ class Engine:
         assert all(states)
         return _Flight(plan, states, self.executor.launch(plan))  # type: ignore[arg-type]
 
-    def _drain(self) -> None:
+    def drain(self) -> None:
         """Wait for a step whose requests have all ended: nobody asks what it committed."""
         if self._ahead is not None:
             self._ahead.finish()

@@ -23,6 +23,7 @@ from spectrue.workers.engine import Engine
 from spectrue.workers.executor import GroupExecutor
 from spectrue.workers.graphs import StepGraphs
 from spectrue.workers.packed import PackedTensors
+from spectrue.workers.warm_up import warm_up
 from spectrue.workers.worker import Worker
 
 from .fake_graphs import fake_graphs, use_graphs
@@ -297,3 +298,35 @@ def test_joins_and_leaves_between_replays(tmp_path: Path, monkeypatch: pytest.Mo
     alone = [complete(engine, request)[0].token_ids for request in requests]
     assert [done.token_ids for done in complete(engine, *requests)] == alone
     assert uploads > 20
+
+
+@pytest.mark.parametrize("drafter", ["none", "eagle3"])
+def test_usual_batches_are_captured_before_the_first_request(tmp_path: Path, drafter: str) -> None:
+    """And nobody can tell, except by the time."""
+    want = texts(engine_of(tmp_path / "cold", drafter, enable_graphs=False))
+    engine = graphed(engine_of(tmp_path / "warm", drafter, max_num_seqs=4))
+    reports: list[tuple[int, int]] = []
+
+    def first() -> Engine:
+        config = engine.config.replace(enable_prefix_caching=False)
+        return Engine(config, engine.info, engine.executor, None)
+
+    assert warm_up(first(), 0.0, lambda *report: reports.append(report)) == (0, 9)
+    assert warm_up(first(), 60.0, lambda *report: reports.append(report)) == (9, 9)
+    assert reports == [(0, 9), *[(i, 9) for i in range(10)]]  # sizes 1, 2, 4 and three kinds
+    graphs = worker_of(engine).graphs
+    assert graphs is not None
+    captured = graphs.num_captured
+    assert captured >= 9
+    requests = [make_request(f"r{i}", [3, 9, 4 + i], ignore_eos=True, **KINDS[0]) for i in range(4)]
+    for number in (1, 2, 4):
+        for request in requests[:number]:
+            engine.add_request(request)
+        for _ in range(2):
+            engine.step()
+        for request in requests[:number]:
+            engine.abort(request.request_id)
+        engine.drain()
+    assert graphs.num_captured == captured
+    assert engine.stats.num_steps == 6
+    assert texts(engine) == want
