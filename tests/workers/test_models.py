@@ -334,3 +334,14 @@ def test_decode_and_verify_agree_to_the_bit(tiny_llama: Path, dtype: str, length
     assert torch.equal(together[:4], alone)
     for rows in (1, 2, 3):
         assert torch.equal(model.compute_logits(alone[:rows]), model.compute_logits(alone)[:rows])  # type: ignore[index, arg-type]
+
+
+def test_reserved_rotations_are_those_computed(tiny_llama: Path) -> None:
+    """Positions that are all one off would show nowhere else: rotations are relative."""
+    rope = load_model(tiny_llama, dtype=torch.float32).rope  # type: ignore[attr-defined]
+    positions = torch.tensor([0, 7, 31, 7])
+    computed = rope.tables(positions)
+    rope.reserve(32)
+    for table, want in zip(rope.tables(positions), computed, strict=True):
+        assert table.shape == want.shape
+        assert table.equal(want)

@@ -253,3 +253,32 @@ def test_without_a_depth_policy_requests_get_their_own_k() -> None:
     run_step(scheduler, scheduler.schedule())
     assert scheduler.schedule().scheduled[0].num_draft_tokens == 2
     assert not scheduler.depths
+
+
+@pytest.mark.parametrize("accept", [0, 1, 3])
+def test_a_step_ahead_has_room_for_all_that_is_in_flight(accept: int) -> None:
+    """Whatever the step before commits, no draft and no block passes the length limit."""
+    scheduler = make_scheduler(num_blocks=64, budget=64)
+    limits = [23, 20, 14]
+    for i, limit in enumerate(limits):
+        scheduler.add(make_state([1, 2, 3], max_tokens=limit - 3, request_id=f"r{i}"))
+    run_step(scheduler, scheduler.schedule())
+    plan, num_ahead, most_drafts = scheduler.schedule(), 0, 0
+    while plan.scheduled:
+        following = scheduler.schedule_ahead(plan)
+        in_flight = {s.slot: s for s in plan.scheduled}
+        if following is not None:
+            num_ahead += 1
+            for s in following.scheduled:
+                state, before = scheduler.slots[s.slot], in_flight[s.slot]
+                assert s.ahead
+                assert state is not None
+                longest = len(state.token_ids) + before.num_draft_tokens + 1
+                assert longest + s.num_draft_tokens < state.max_len or s.num_draft_tokens == 0
+                room = len(state.table.block_ids) * 4
+                assert longest + s.num_draft_tokens <= room <= -(-state.max_len // 4) * 4
+                most_drafts = max(most_drafts, s.num_draft_tokens)
+        run_step(scheduler, plan, accept)
+        plan = scheduler.schedule()
+    assert num_ahead > 2
+    assert most_drafts == 3
