@@ -67,6 +67,7 @@ def make_engine(
                 "max_num_batched_tokens": 64,
                 "block_size": 4,
                 "num_kv_blocks": 256,
+                "warm_up_seconds": 0.0,
                 **options,
             },
             speculative=SpeculativeConfig(

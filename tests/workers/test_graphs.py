@@ -261,8 +261,10 @@ def test_memory_of_other_graphs_changes_nothing(
         for chain in drafter.graphs.captured_chains:
             chain.inputs.device["law_row"].fill_(len(drafter.draws.law.logits) - 1)
             chain.inputs.device["request"].fill_(-1)
+            # What it leaves is the engine's: there it goes to the row of nobody.
+            chain.inputs.device["slots"].fill_(self.lengths.nobody)
             if value == "another row":
-                chain.inputs.device["slots"].zero_()
+                drafter.hidden[self.lengths.nobody] = drafter.hidden[0]
             chain.graph.replay()
         if not isinstance(value, str):
             junk = [torch.full((n,), value, device=DEVICE) for n in (64, 1024, 65536, 1 << 20)]

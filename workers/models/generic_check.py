@@ -73,19 +73,19 @@ def check_pieces(path: Path, model: GenericModel) -> None:
     num_blocks = CHECK_TOKENS // BLOCK_SIZE
     kv_cache = model.new_kv_cache(num_blocks, BLOCK_SIZE)
 
-    def feed(start: int, stop: int) -> Tensor:
-        batch = ForwardBatch.build(
-            token_ids=[tokens[start:stop]],
+    def batch_of(start: int, stop: int) -> ForwardBatch:
+        return ForwardBatch.build(
+            token_ids=[tokens[start:stop].cpu()],
             starts=[start],
             block_tables=torch.arange(num_blocks, dtype=torch.int32)[None],
             block_size=BLOCK_SIZE,
             device=model.device,
         )
-        return model.forward(batch, kv_cache).hidden_states
 
+    first, second = batch_of(0, CHECK_CUT), batch_of(CHECK_CUT, CHECK_TOKENS)
     try:
-        feed(0, CHECK_CUT)
-        got = model.compute_logits(feed(CHECK_CUT, CHECK_TOKENS))
+        model.forward(first, kv_cache)
+        got = model.compute_logits(model.forward(second, kv_cache).hidden_states)
     except (AttributeError, KeyError, TypeError) as error:
         raise refusal(path, model.hf, f"its code needs more than we give it: {error!r}") from error
     if got is None:  # another rank judges
