@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
 from spectrue.workers.errors import ModelLoadError
 from spectrue.workers.forward_batch import ForwardBatch
