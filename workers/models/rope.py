@@ -64,3 +64,10 @@ def rotate_(heads: Tensor, cos: Tensor, sin: Tensor) -> None:
     """Rotate `heads` [num_tokens, num_heads, head_dim] in place, in float32."""
     swapped = heads.roll(heads.shape[-1] // 2, -1)
     torch.addcmul(heads * cos, swapped, sin, out=heads)
+
+
+def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """The same with gradients, in the dtype of `heads`: [..., num_tokens, head_dim], with tables
+    [num_tokens, head_dim]."""
+    swapped = heads.roll(heads.shape[-1] // 2, -1)
+    return (heads * cos + swapped * sin).to(heads.dtype)
