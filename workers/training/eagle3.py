@@ -160,7 +160,7 @@ class TrainableHead(nn.Module):
 
         def heads(part: str, number: int) -> Tensor:
             rows = F.linear(x, self.weight(f"{LAYER}self_attn.{part}_proj.weight"))
-            return rows.unflatten(-1, (number, target.head_dim)).transpose(1, 2)
+            return rows.view(*rows.shape[:-1], number, target.head_dim).transpose(1, 2)
 
         query = rotate(heads("q", target.num_heads), *rope)
         keys.append(rotate(heads("k", target.num_kv_heads), *rope))

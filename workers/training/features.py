@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from spectrue.kernels import dispatch
 from spectrue.workers.forward_batch import ForwardBatch
 from spectrue.workers.kv_cache import KVCachePool
 from spectrue.workers.models.base import Model
@@ -70,5 +71,5 @@ class FeatureMaker:
     def _law(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         logits = self.target.compute_logits(hidden)
         assert logits is not None
-        logits = logits.float()
-        return logits[:, self.hot].to(self.dtype), logits.logsumexp(-1), logits.argmax(-1)
+        hot = logits.index_select(1, self.hot).to(self.dtype)
+        return hot, dispatch.logsumexp_rows(logits), dispatch.argmax_lowest(logits)
