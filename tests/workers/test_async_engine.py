@@ -44,6 +44,7 @@ class CountingExecutor:
         self.num_shutdowns = 0
         self.follows = False  # a second step may be launched before the first has ended
         self.num_in_flight = self.most_in_flight = 0
+        self.lengths: dict[int, int] = {}  # by slot, which a step ahead goes on from
         self.waiting = threading.Event()  # a step has begun
 
     def can_follow(self, plan: SchedulerOutput) -> bool:
@@ -67,7 +68,10 @@ class CountingExecutor:
         outputs = []
         for s in plan.scheduled:
             first = s.num_computed_tokens + s.num_scheduled_tokens
+            if s.ahead:
+                first = self.lengths[s.slot]
             tokens = range(first, first + s.num_draft_tokens + 1) if s.samples else ()
+            self.lengths[s.slot] = first + len(tokens)
             outputs.append(
                 SlotOutput(
                     slot=s.slot,

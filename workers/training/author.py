@@ -86,7 +86,11 @@ class _Dialogue:
 
 
 class Author:
-    """Keeps an engine busy with dialogues. The engine needs no tokenizer: nothing is made text."""
+    """Keeps an engine busy with dialogues. The engine needs no tokenizer: nothing is made text.
+
+    Turns begin in waves, when a quarter of the engine's slots are free: a step in which a prompt
+    is read runs without a graph, and one by one nearly every step would be such a step.
+    """
 
     def __init__(
         self,
@@ -107,14 +111,18 @@ class Author:
         self._rng = random.Random(f"author-{config.seed}")
         self._ids = count()
         self._open: dict[str, _Dialogue] = {}
+        self._asked: list[tuple[_Dialogue, SamplingParams]] = []  # wait for the next wave
         self._seen: set[int] = set()
         self.num_tokens = 0  # of answers that are complete
 
     def write(self) -> Iterator[Conversation]:
         """Dialogues as they are completed, until there are enough tokens."""
+        slots = self.engine.config.max_num_seqs
         while self.num_tokens < self.config.num_tokens:
-            while len(self._open) < self.engine.config.max_num_seqs:
-                self._begin()
+            if len(self._open) <= slots * 3 // 4:
+                while len(self._open) + len(self._asked) < slots:
+                    self._begin()
+                self._enqueue(slots - len(self._open))
             for output in self.engine.step():
                 dialogue = self._open[output.request_id]
                 dialogue.token_ids += output.token_ids
@@ -150,7 +158,7 @@ class Author:
         self._ask(dialogue)
 
     def _ask(self, dialogue: _Dialogue) -> None:
-        """Let the model go on."""
+        """Let the model go on, from the next wave on."""
         config, choice = self.config, dialogue.choice
         most = config.turn_tokens if dialogue.asking else config.answer_tokens
         room = self.limit - len(dialogue.token_ids) - 1
@@ -169,13 +177,16 @@ class Author:
                 max_tokens=min(most, room),
                 seed=choice.getrandbits(62),
             )
-        request_id = str(next(self._ids))
-        self._open[request_id] = dialogue
-        self.engine.enqueue(
-            Request(
-                request_id=request_id, prompt_token_ids=tuple(dialogue.token_ids), params=params
+        self._asked.append((dialogue, params))
+
+    def _enqueue(self, number: int) -> None:
+        for dialogue, params in self._asked[:number]:
+            prompt, request_id = tuple(dialogue.token_ids), str(next(self._ids))
+            self._open[request_id] = dialogue
+            self.engine.enqueue(
+                Request(request_id=request_id, prompt_token_ids=prompt, params=params)
             )
-        )
+        del self._asked[:number]
 
     def _turn(self, dialogue: _Dialogue, output: RequestOutput) -> Conversation | None:
         """A turn has ended: go on, or hand out what is complete."""

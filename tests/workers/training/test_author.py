@@ -1,0 +1,119 @@
+"""The text that a target writes for its head: turns as the template has them, by seed, in waves."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from spectrue.workers.core import SchedulerOutput
+from spectrue.workers.errors import ConfigError
+from spectrue.workers.tokenizer import Tokenizer, load_tokenizer
+from spectrue.workers.training.author import (
+    Author,
+    AuthorConfig,
+    chat_format,
+    read_prompts,
+    write_corpus,
+)
+from spectrue.workers.training.corpus import Corpus, shards
+
+from ...conftest import make_tiny_model
+from ..harness import make_engine
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("target"), vocab_size=300, layers=1)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(target: Path) -> Tokenizer:
+    return load_tokenizer(target)
+
+
+CONFIG = AuthorConfig(num_tokens=300, answer_tokens=24, shard_conversations=8)
+
+
+def author(
+    target: Path, tokenizer: Tokenizer, seed: int = 0, prompts: list[list[int]] | None = None
+) -> Author:
+    engine = make_engine(target, max_num_seqs=16, num_kv_blocks=1500, enable_prefix_caching=False)
+    config = AuthorConfig(**{**CONFIG.as_dict(), "seed": seed})
+    return Author(engine, config, tokenizer, prompts)
+
+
+def test_turns_are_where_the_template_has_them(
+    target: Path, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    writer = author(target, tokenizer)
+    steps: list[SchedulerOutput] = []
+    schedule = writer.engine.scheduler.schedule
+
+    def watched() -> SchedulerOutput:
+        steps.append(schedule())
+        return steps[-1]
+
+    writer.engine.scheduler.schedule = watched  # type: ignore[method-assign]
+    assert write_corpus(writer, tmp_path / "one") >= 300
+    assert writer.engine.num_unfinished == 0
+    corpus = Corpus.open(tmp_path / "one")
+    assert len(shards(tmp_path / "one")) > 1
+    assert corpus.num_answer_tokens == writer.num_tokens
+    chat, eos = chat_format(tokenizer), tokenizer.eos_token_ids[0]
+    for i in range(len(corpus)):
+        text, start = corpus.conversation(i).tolist(), int(corpus.loss_from[i])
+        assert text[: len(chat.begin)] == chat.begin
+        assert text[start - len(chat.between) : start] == chat.between
+        asked = text[len(chat.begin) : start - len(chat.between)]
+        assert len(asked) > 1
+        assert eos not in asked  # it is in what comes between
+        assert len(text) - start >= 2
+    # A prompt is read in few of the steps: those are the ones that no graph can run.
+    reading = sum(any(s.num_scheduled_tokens > 1 for s in plan.scheduled) for plan in steps)
+    assert reading < 0.5 * len(steps)
+
+    write_corpus(author(target, tokenizer), tmp_path / "again")
+    write_corpus(author(target, tokenizer, seed=1), tmp_path / "other")
+    assert Corpus.open(tmp_path / "again").tokens.equal(corpus.tokens)
+    assert not Corpus.open(tmp_path / "other").tokens.equal(corpus.tokens)
+
+
+def test_given_prompts_are_answered(target: Path, tokenizer: Tokenizer, tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    message = {"role": "user", "content": "so"}
+    lines = [{"prompt": "hello there"}, {"turns": ["one", "two"]}, {"messages": [message]}]
+    path.write_text("\n".join(json.dumps(line) for line in lines) + "\n\n")
+    prompts = read_prompts(path, tokenizer)
+    assert len(prompts) == 3
+    write_corpus(author(target, tokenizer, prompts=prompts), tmp_path / "corpus")
+    corpus = Corpus.open(tmp_path / "corpus")
+    heads = {
+        tuple(corpus.conversation(i).tolist()[: corpus.loss_from[i]]) for i in range(len(corpus))
+    }
+    assert heads == {tuple(prompt) for prompt in prompts}
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", "line 2 is no JSON"),
+        ("[1]", "line 2 must be an object"),
+        ('{"text": "a"}', "line 2 needs a text as prompt, turns or messages"),
+        ('{"turns": []}', "line 2 needs a text"),
+        ('{"messages": [{"role": "robot", "content": "a"}]}', "line 2: messages"),
+    ],
+)
+def test_a_bad_line_is_named(tokenizer: Tokenizer, tmp_path: Path, line: str, message: str) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "fine"}\n' + line)
+    with pytest.raises(ConfigError, match=message):
+        read_prompts(path, tokenizer)
+
+
+def test_a_file_without_prompts_is_refused(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("\n")
+    with pytest.raises(ConfigError, match="has no prompts"):
+        read_prompts(path, tokenizer)
