@@ -71,10 +71,12 @@ def _place_kernel(
     length = tl.load(lengths + tl.load(base + i, mask=inside, other=0), mask=inside, other=0)
     position = tl.maximum(length + tl.load(offset + i, mask=inside, other=0), 0)
     owner = tl.load(request + i, mask=inside, other=-1)
-    block = position // block_size
+    # 32 bits: a division of 64 is a long one, and positions are far below.
+    small = position.to(tl.int32)
+    block = small // block_size
     has_kv = (owner >= 0) & (block < width)
     found = tl.load(block_tables + owner * width + block, mask=has_kv, other=0).to(tl.int64)
-    slot = tl.where(has_kv, found * block_size + position % block_size, -1)
+    slot = tl.where(has_kv, found * block_size + small % block_size, -1)
     position = tl.minimum(position, width * block_size - 1)
     tl.store(positions + i, position, mask=inside)
     tl.store(slots + i, slot, mask=inside)
