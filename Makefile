@@ -18,6 +18,12 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 INDEX := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
+# The default model has a draft head here; whoever chooses anything else chooses that too.
+HEAD := heads/smollm2-135m-eagle3
+CHOICES := $(MODEL)$(CONFIG)$(SPECTRUE_MODEL)$(SPECTRUE_SPECULATIVE_DRAFTER)$(SPECTRUE_SPECULATIVE_DRAFT_MODEL)
+CHOICES += $(filter --model% --config% --draft%,$(ARGS))
+DRAFT = $(if $(strip $(CHOICES)),,$(if $(wildcard $(HEAD)/config.json),--drafter eagle3 --draft-model $(HEAD)))
+
 # Ray turns token authentication on for clusters that it starts; tests start theirs on loopback.
 export RAY_AUTH_MODE ?= disabled
 export RAY_USAGE_STATS_ENABLED ?= 0
@@ -32,7 +38,7 @@ help:
 
 serve: install
 	@env -u RAY_AUTH_MODE $(BIN)/spectrue serve $(if $(CONFIG),--config "$(CONFIG)") \
-	  $(if $(PORT),--port $(PORT)) $(if $(MODEL),--model "$(MODEL)") $(ARGS)
+	  $(if $(PORT),--port $(PORT)) $(if $(MODEL),--model "$(MODEL)") $(DRAFT) $(ARGS)
 
 install: .venv/.installed
 install-test: .venv/.installed-test

@@ -78,16 +78,14 @@ def measure(
 ) -> list[tuple[float, float]]:
     """(ours, transformers) in milliseconds a token of the whole batch, a pair a round."""
     assert engine.tokenizer is not None
-    texts = [PROMPTS[i % len(PROMPTS)] for i in range(batch_size)]
-    prompts = [
-        engine.tokenizer.apply_chat_template([{"role": "user", "content": text}]) for text in texts
-    ]
+    asked = [PROMPTS[i % len(PROMPTS)] for i in range(batch_size)]
+    prompts = [list(prompt.token_ids(engine.tokenizer)) for prompt in asked]
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
-    run_batch(engine, texts, SamplingParams(temperature=0.0, max_tokens=4), batch_size)
+    run_batch(engine, asked, SamplingParams(temperature=0.0, max_tokens=4), batch_size)
     generate(model, prompts, 4)
     pairs = []
     for _ in range(rounds):
-        ours = run_batch(engine, texts, params, batch_size)
+        ours = run_batch(engine, asked, params, batch_size)
         start = time.perf_counter()
         generate(model, prompts, max_tokens)
         theirs = time.perf_counter() - start

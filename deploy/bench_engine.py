@@ -12,23 +12,20 @@ from pathlib import Path
 from spectrue.workers.config import EngineConfig
 from spectrue.workers.core import Request, SamplingParams, accept_length
 from spectrue.workers.engine import Engine
-from spectrue.workers.errors import ConfigError
+from spectrue.workers.prompts import Prompt, read_prompts
 
-PROMPTS = (
-    "What is the capital of Germany?",
-    "Explain why the sky is blue to a child of ten.",
-    "Write a short story about a lighthouse keeper who finds a letter in a bottle.",
-    "List five things to check before a long bicycle tour, with one reason each.",
-    "Write a Python function that returns the n-th Fibonacci number, and explain it.",
-    "Summarise the causes of the French Revolution in one paragraph.",
-    "A train leaves at 9:40 and arrives at 13:05. How long is the journey? Show your steps.",
-    "Draft a polite e-mail that asks a colleague to move tomorrow's meeting to Friday.",
-)
-
-
-PROMPT_RULE = (
-    "each line must be a JSON object with one of the keys turns (a list of strings), prompt or "
-    "text (a string)"
+PROMPTS = tuple(
+    Prompt.of(text)
+    for text in (
+        "What is the capital of Germany?",
+        "Explain why the sky is blue to a child of ten.",
+        "Write a short story about a lighthouse keeper who finds a letter in a bottle.",
+        "List five things to check before a long bicycle tour, with one reason each.",
+        "Write a Python function that returns the n-th Fibonacci number, and explain it.",
+        "Summarise the causes of the French Revolution in one paragraph.",
+        "A train leaves at 9:40 and arrives at 13:05. How long is the journey? Show your steps.",
+        "Draft a polite e-mail that asks a colleague to move tomorrow's meeting to Friday.",
+    )
 )
 
 
@@ -51,47 +48,19 @@ class BenchResult:
     outside_share: float  # neither model nor verify nor drafting
 
 
-def read_prompts(path: Path) -> list[str]:
-    """The first turns of a JSON-lines file with `turns`, `prompt` or `text` (MT-Bench, Alpaca)."""
-    try:
-        lines = path.read_text(encoding="utf-8").split("\n")
-    except (OSError, UnicodeDecodeError) as e:
-        raise ConfigError(f"cannot read the prompts file {path}: {e}") from None
-    prompts = []
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError):
-            row = None
-        prompt = None
-        if isinstance(row, dict):
-            turns = row.get("turns")
-            first = turns[0] if isinstance(turns, list) and turns else None
-            prompt = first or row.get("prompt") or row.get("text")
-        if not isinstance(prompt, str):
-            raise ConfigError(f"{path}, line {number}: {PROMPT_RULE}")
-        prompts.append(prompt)
-    if not prompts:
-        raise ConfigError(f"the prompts file {path} is empty; {PROMPT_RULE}")
-    return prompts
-
-
-def _prompt_ids(engine: Engine, prompt: str) -> tuple[int, ...]:
+def prompt_ids(engine: Engine, prompt: Prompt) -> tuple[int, ...]:
     if engine.tokenizer is None:  # random weights: any ids will do, one a byte
-        return tuple(byte % engine.info.vocab_size for byte in prompt.encode())
-    return tuple(engine.tokenizer.apply_chat_template([{"role": "user", "content": prompt}]))
+        text = "".join(str(message.get("content")) for message in prompt.messages)
+        return tuple(byte % engine.info.vocab_size for byte in text.encode())
+    return prompt.token_ids(engine.tokenizer)
 
 
 def run_batch(
-    engine: Engine, prompts: Sequence[str], params: SamplingParams, batch_size: int
+    engine: Engine, prompts: Sequence[Prompt], params: SamplingParams, batch_size: int
 ) -> BenchResult:
     """Complete all `prompts`, `batch_size` at a time: one that ends is replaced by the next."""
     todo = [
-        Request(
-            request_id=f"bench-{i}", prompt_token_ids=_prompt_ids(engine, prompt), params=params
-        )
+        Request(request_id=f"bench-{i}", prompt_token_ids=prompt_ids(engine, prompt), params=params)
         for i, prompt in enumerate(prompts)
     ]
     limit = engine.info.max_model_len - params.max_tokens

@@ -133,17 +133,36 @@ def serve(
         "tp_size": tp_size,
         "max_num_seqs": max_num_seqs,
     }
-    flags: dict[str, Any] = {"serve.host": host, "serve.port": port}
-    for name, value in engine.items():
-        section = "engine.speculative" if name in SPECULATIVE else "engine"
-        flags[f"{section}.{name}"] = value
-    settings = load_config(config, flags)
+    settings = load_config(config, {"serve.host": host, "serve.port": port, **_dotted(engine)})
     if settings.engine.speculative.simulates and not allow_simulated_acceptance:
         raise ConfigError(
             "speculative.simulated_acceptance makes up how many drafts are accepted, so the text "
             "is not the model's: give --allow-simulated-acceptance if this is a benchmark"
         )
     serve_local(settings, Console())
+
+
+@app.command()
+@engine_flags
+def doctor(
+    engine: dict[str, Any],
+    config: Annotated[Path | None, typer.Option(help="A YAML file like default.yaml.")] = None,
+    platform: Annotated[
+        str | None, typer.Option(help="cpu, cuda or hip: as if this machine were one.")
+    ] = None,
+    arch: Annotated[str | None, typer.Option(help="gfx942, gfx950, sm_90 ...")] = None,
+    as_json: Annotated[bool, typer.Option("--json")] = False,
+) -> None:
+    """What this deployment would do on this machine, or on another, and what is wrong with it.
+
+    Exit code 1 if anything is.
+    """
+    from spectrue.deploy.config import load_config
+    from spectrue.deploy.doctor import run
+
+    settings = load_config(config, _dotted(engine))
+    if not run(settings, platform=platform, arch=arch, as_json=as_json):
+        raise typer.Exit(1)
 
 
 @app.command()
@@ -181,6 +200,52 @@ def generate(
     run(_engine_config(engine), prompt, params, chat=chat, console=Console(stderr=True), fit=fit)
 
 
+@app.command("train-draft")
+def train_draft(
+    out: Annotated[Path, typer.Option(help="Folder of the head, and of what is resumed.")],
+    model: Annotated[str | None, typer.Option(help="The target, as for `serve`.")] = None,
+    algorithm: Annotated[str | None, typer.Option(help="eagle3.")] = None,
+    prompts: Annotated[
+        str | None, typer.Option(help="JSON lines to answer; default: the model writes its own.")
+    ] = None,
+    tokens: Annotated[
+        int | None, typer.Option(help="Of answers to train on. Default: 20,000,000.")
+    ] = None,
+    draft_vocab_size: Annotated[
+        int | None, typer.Option(help="Tokens that the head can draft. Default: 8192.")
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with what OUT has.")] = False,
+    passes: Annotated[
+        float | None, typer.Option(help="Over the text, without --steps. Default: 8.")
+    ] = None,
+    steps: Annotated[int | None, typer.Option(help="Of the optimizer.")] = None,
+    minutes: Annotated[float | None, typer.Option(help="Of training, instead of steps.")] = None,
+    tokens_per_step: Annotated[
+        int | None, typer.Option(help="Default: 65536 on a GPU, 8192 on a CPU.")
+    ] = None,
+    max_length: Annotated[
+        int | None, typer.Option(help="Tokens of a conversation. Default: 384.")
+    ] = None,
+    learning_rate: Annotated[float | None, typer.Option(help="Default: 0.002.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Default: 0.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="Of the target.")] = None,
+    device: Annotated[str | None, typer.Option(help="auto, cpu or cuda.")] = None,
+    processes: Annotated[int | None, typer.Option(help="That write text at once.")] = None,
+    evaluation_prompts: Annotated[
+        str | None, typer.Option(help="JSON lines to measure on; default: text held out.")
+    ] = None,
+    num_speculative_tokens: Annotated[
+        int | None, typer.Option(help="Drafts that are trained and measured. Default: 3.")
+    ] = None,
+) -> None:
+    """Train a draft head for a model on text that the model writes. Ctrl-C, then --resume."""
+    given = {name: v for name, v in locals().items() if name not in ("out", "resume")}
+    from spectrue.deploy.train_draft import run
+
+    if not run(out, {name: v for name, v in given.items() if v is not None}, resume):
+        raise typer.Exit(130)
+
+
 @bench.command("engine")
 @engine_flags
 def bench_engine(
@@ -207,7 +272,8 @@ def bench_engine(
 
     engine |= {
         "load_format": load_format,
-        "simulated_acceptance": _rates(simulated_acceptance),
+        "simulated_acceptance": simulated_acceptance
+        and _numbers(simulated_acceptance, "--simulated-acceptance"),
         "simulated_accept_length": simulated_accept_length,
     }
     run(
@@ -219,6 +285,41 @@ def bench_engine(
         prompts_file=prompts_file,
         ignore_eos=ignore_eos,
         as_json=as_json,
+    )
+
+
+@bench.command("draft")
+@engine_flags
+def bench_draft(
+    engine: dict[str, Any],
+    temperature: Annotated[str, typer.Option(help="One or more, with commas between.")] = "0,1",
+    batch_size: Annotated[int, typer.Option(min=1)] = 1,
+    max_tokens: Annotated[int, typer.Option(min=1)] = 128,
+    prompts_file: Annotated[
+        Path | None, typer.Option(help="JSON lines; `category` in them gives a row each.")
+    ] = None,
+    num_prompts: Annotated[int | None, typer.Option(min=1)] = None,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos/--stop-at-eos")] = False,
+    compare: Annotated[
+        bool, typer.Option("--compare", help="Speed against no speculation, in turns.")
+    ] = False,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write results here.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="A PNG. Needs matplotlib.")] = None,
+) -> None:
+    """A drafter: accept length by position, category and temperature; its gain in speed."""
+    from spectrue.deploy.bench_draft import run
+
+    run(
+        _engine_config(engine),
+        temperatures=_numbers(temperature, "--temperature"),
+        batch_size=batch_size,
+        max_tokens=max_tokens,
+        prompts_file=prompts_file,
+        num_prompts=num_prompts,
+        ignore_eos=ignore_eos,
+        compare=compare,
+        json_file=json_file,
+        plot=plot,
     )
 
 
@@ -251,6 +352,14 @@ def bench_verify(
     )
 
 
+def _dotted(engine: dict[str, Any]) -> dict[str, Any]:
+    """Flags under the names of settings."""
+    return {
+        f"engine.speculative.{name}" if name in SPECULATIVE else f"engine.{name}": value
+        for name, value in engine.items()
+    }
+
+
 def _engine_config(engine: dict[str, Any]) -> EngineConfig:
     """Of flags by their settings' names. Without `deploy.config`, which needs pydantic and yaml."""
     from spectrue.workers.model_store import DEFAULT_MODEL
@@ -264,15 +373,11 @@ def _engine_config(engine: dict[str, Any]) -> EngineConfig:
     )
 
 
-def _rates(text: str | None) -> tuple[float, ...] | None:
-    if text is None:
-        return None
+def _numbers(text: str, flag: str) -> tuple[float, ...]:
     try:
-        return tuple(float(rate) for rate in text.split(","))
+        return tuple(float(number) for number in text.split(","))
     except ValueError:
-        raise ConfigError(
-            f"--simulated-acceptance must be numbers with commas between, got {text!r}"
-        ) from None
+        raise ConfigError(f"{flag} must be numbers with commas between, got {text!r}") from None
 
 
 def main() -> None:

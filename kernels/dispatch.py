@@ -64,6 +64,7 @@ __all__ = [
     "add_rms_norm",
     "advance_slots",
     "argmax_lowest",
+    "default_backend",
     "draw_gumbel",
     "draw_inverse_cdf",
     "fp8_of",
@@ -135,6 +136,11 @@ def use_backend(name: str) -> Iterator[None]:
         yield
     finally:
         _override.reset(token)
+
+
+def default_backend(platform: Platform) -> str:
+    """Whose ops tensors of a platform get."""
+    return _DEFAULT[platform]
 
 
 def platform_of(device: torch.device) -> Platform:

@@ -299,8 +299,8 @@ def _attend_paged(
         )
     if softcap is not None and not batch.flash:
         raise ConfigError(
-            "the model caps its attention scores, which the paged kernel cannot: set "
-            "attention_backend = flash, or device = cpu"
+            "the model caps its attention scores, which the attention kernel of GPUs does not do "
+            "yet: set device: cpu"
         )
     if batch.flash:
         key, value = kv.unflatten(0, (-1, batch.block_size)).unbind(2)

@@ -19,7 +19,6 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from spectrue.deploy import cli, serve_local
-from spectrue.deploy.bench_engine import read_prompts
 from spectrue.deploy.config import ServerConfig, load_config
 from spectrue.workers.errors import ConfigError
 
@@ -161,37 +160,6 @@ def test_generate_refuses_more_than_the_context_leaves(
     with pytest.raises(SystemExit) as e:
         cli.main()
     assert e.value.code == 0
-
-
-@pytest.mark.parametrize(
-    ("text", "where"),
-    [
-        (None, "cannot read"),
-        ("", "is empty"),
-        ("\n\n", "is empty"),
-        ('{"prompt": "a"}\nhello\n', ", line 2: "),
-        ('{"question": "a"}\n', ", line 1: "),
-        ('{"turns": []}\n', ", line 1: "),
-        ('{"text": 5}\n', ", line 1: "),
-        ('["a"]\n', ", line 1: "),
-    ],
-)
-def test_bad_prompts_files(tmp_path: Path, text: str | None, where: str) -> None:
-    file = tmp_path / "p.jsonl"
-    if text is not None:
-        file.write_text(text)
-    with pytest.raises(ConfigError) as e:
-        read_prompts(file)
-    assert str(file) in str(e.value)
-    assert where in str(e.value)
-    if text is not None:
-        assert "turns (a list of strings), prompt or text" in str(e.value)
-
-
-def test_good_prompts_files(tmp_path: Path) -> None:
-    file = tmp_path / "p.jsonl"
-    file.write_text('{"turns": ["a", "b"]}\n{"prompt": "c"}\n\n{"text": "d\\u2028"}\n')
-    assert read_prompts(file) == ["a", "c", "d\u2028"]
 
 
 @pytest.mark.parametrize("patience", [None, 7.0])

@@ -7,10 +7,8 @@ set is needed, and a fine-tune gets what it was tuned to say.
 
 from __future__ import annotations
 
-import json
 import random
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import count
 from pathlib import Path
@@ -97,7 +95,7 @@ class Author:
         engine: Engine,
         config: AuthorConfig,
         tokenizer: Tokenizer | None,
-        prompts: list[list[int]] | None = None,  # whole, up to where the answer begins
+        prompts: Sequence[Sequence[int]] | None = None,  # whole, up to where the answer begins
     ) -> None:
         self.engine, self.config = engine, config
         self.prompts = prompts
@@ -218,12 +216,14 @@ def write_corpus(
     folder: Path,
     *,
     name: str = "",  # of this author's shards, among others'
-    seconds: float | None = None,
-    report: Callable[[int, int], None] = lambda done, total: None,
+    go_on: Callable[[int], bool] = lambda num_tokens: True,  # after each dialogue
 ) -> int:
-    """Write shards until there is enough or the time is over; answer tokens written."""
+    """Write shards until there is enough or `go_on` says no; answer tokens written.
+
+    Dialogues that are complete are never lost, whatever ends this.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    start, made, number = time.perf_counter(), author.config.as_dict(), count()
+    made, number = author.config.as_dict(), count()
     conversations: list[Conversation] = []
 
     def flush() -> None:
@@ -231,45 +231,13 @@ def write_corpus(
             write_shard(folder, conversations, made, f"{name}{next(number):05}")
             conversations.clear()
 
-    for conversation in author.write():
-        conversations.append(conversation)
-        if len(conversations) >= author.config.shard_conversations:
-            flush()
-        if len(conversations) % 64 == 0:
-            report(author.num_tokens, author.config.num_tokens)
-            if seconds is not None and time.perf_counter() - start > seconds:
+    try:
+        for conversation in author.write():
+            conversations.append(conversation)
+            if len(conversations) >= author.config.shard_conversations:
+                flush()
+            if not go_on(author.num_tokens):
                 break
-    flush()
+    finally:
+        flush()
     return author.num_tokens
-
-
-def read_prompts(path: Path, tokenizer: Tokenizer) -> list[list[int]]:
-    """One prompt a line: {"prompt": ..}, {"turns": [..]} or {"messages": [..]}.
-
-    Raises ConfigError with the line and the field for one that is none of these.
-    """
-    found = []
-    for number, line in enumerate(path.read_text().splitlines(), 1):
-        if not line.strip():
-            continue
-        where = f"{path}, line {number}"
-        try:
-            entry = json.loads(line)
-        except ValueError as error:
-            raise ConfigError(f"{where} is no JSON: {error}") from None
-        if not isinstance(entry, dict):
-            raise ConfigError(f"{where} must be an object")
-        messages = entry.get("messages")
-        if messages is None:
-            turns = entry.get("turns")
-            text = entry.get("prompt") if turns is None else (turns or [None])[0]
-            if not isinstance(text, str) or not text:
-                raise ConfigError(f"{where} needs a text as prompt, turns or messages")
-            messages = [{"role": "user", "content": text}]
-        try:
-            found.append(tokenizer.apply_chat_template(messages))
-        except Exception as error:
-            raise ConfigError(f"{where}: messages: {error}") from None
-    if not found:
-        raise ConfigError(f"{path} has no prompts")
-    return found

@@ -58,6 +58,10 @@ class Corpus:
     def num_answer_tokens(self) -> int:
         return int((self.starts.diff() - self.loss_from).sum())
 
+    def num_tokens(self, max_length: int) -> int:
+        """Of all conversations, prompts included, each cut to `max_length`."""
+        return int(self.starts.diff().clamp(max=max_length).sum())
+
     @staticmethod
     def open(folder: Path) -> Corpus:
         """All shards of a folder. Raises ModelLoadError for one that is none."""

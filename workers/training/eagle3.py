@@ -53,7 +53,7 @@ class HeadShape:
             "vocab_size": target.vocab_size,
             "draft_vocab_size": self.draft_vocab_size,
             "max_position_embeddings": target.max_position_embeddings,
-            "rms_norm_eps": target.rms_norm_eps,
+            "rms_norm_eps": float(f"{target.rms_norm_eps:.6g}"),  # GGUF has it as a float32
             "tie_word_embeddings": False,
             "attention_bias": False,
             "mlp_bias": False,
@@ -89,7 +89,9 @@ def default_aux_layers(num_layers: int) -> tuple[int, ...]:
 
 def choose_aux_layers(num_layers: int) -> tuple[int, ...]:
     """The default, each layer once and ascending: small models have no three of them."""
-    return tuple(sorted({max(layer, 0) for layer in default_aux_layers(num_layers)}))
+    return tuple(
+        sorted({min(max(layer, 0), num_layers - 1) for layer in default_aux_layers(num_layers)})
+    )
 
 
 class TrainableHead(nn.Module):

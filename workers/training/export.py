@@ -32,6 +32,7 @@ def export_head(
         name = f"model-{number:05}-of-{len(parts):05}.safetensors"
         paths.append(out / ("model.safetensors" if len(parts) == 1 else name))
         save_file({n: t.contiguous() for n, t in part.items()}, paths[-1], {"format": "pt"})
+        paths[-1].chmod(0o644)  # safetensors leaves files that their owner alone can read
     if len(parts) > 1:
         total = sum(t.nbytes for t in tensors.values())
         where = {n: path.name for part, path in zip(parts, paths, strict=True) for n in part}

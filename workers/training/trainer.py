@@ -94,12 +94,11 @@ class Trainer:
         self.loss_of = torch.compile(law_loss) if config.compile else law_loss
         self.step, self.spent = 0, 0.0
         self._started = time.perf_counter()
-        self._stop = False
 
     # -- running ----------------------------------------------------------------------------------
 
-    def run(self, resume: bool) -> TrainResult:
-        """Train to the end, or until `stop`. A checkpoint is left either way."""
+    def run(self, resume: bool, stopped: Callable[[], bool] = lambda: False) -> TrainResult:
+        """Train to the end, or to the step in which `stopped`. A checkpoint is left either way."""
         path = self.out / "checkpoint.pt"
         if resume and path.exists():
             self.step, self.spent = load_checkpoint(
@@ -112,10 +111,10 @@ class Trainer:
             self.step += 1
             if self.step % self.config.report_every == 0:
                 self.report(window.take(self))
-            done = self._fraction() >= 1
-            if done or self._stop or self.step % self.config.checkpoint_every == 0:
+            ends = self._fraction() >= 1 or stopped()
+            if ends or self.step % self.config.checkpoint_every == 0:
                 self.save(path)
-            if done or self._stop:
+            if ends:
                 break
         finished = self._fraction() >= 1
         held_out = self.evaluate() if finished else None
@@ -127,10 +126,6 @@ class Trainer:
             seconds=self.seconds,
             held_out=held_out,
         )
-
-    def stop(self) -> None:
-        """Leave after the step in flight: of a signal's handler."""
-        self._stop = True
 
     def save(self, path: Path) -> None:
         save_checkpoint(
@@ -205,6 +200,7 @@ class Trainer:
             aux = features.aux.view(*batch.token_ids.shape, -1)
             hidden = self.head.unroll(aux, self._embedded(batch, steps), steps)
             total = features.aux.new_zeros((), dtype=torch.float32)
+            share = total + config.overlap_share * min(1.0, 2 * self._fraction())
             weights = [config.unroll_decay**j for j in range(steps)]
             for j, rows in enumerate(hidden):
                 at, law_at = self._move(batch.judged[j]), self._move(batch.law_at(j))
@@ -213,7 +209,7 @@ class Trainer:
                 )
                 law = features.hot_logits.index_select(0, law_at)
                 normalizer = features.log_normalizer.index_select(0, law_at)
-                loss = self.loss_of(logits, law, normalizer, config.hard_weight)
+                loss = self.loss_of(logits, law, normalizer, share)
                 total = total + weights[j] / sum(weights) * loss / num_tokens
                 if measures:
                     best = features.argmax.index_select(0, law_at)
@@ -255,21 +251,21 @@ def law_loss(
     logits: Tensor,  # [N, draft vocabulary], the head's
     target_logits: Tensor,  # [N, draft vocabulary]
     log_normalizer: Tensor,  # [N], of the target over its whole vocabulary
-    hard_weight: float,
+    overlap_share: Tensor,  # []
 ) -> Tensor:
-    """Sum over rows of the cross entropy with the target's law.
+    """Sum over rows: cross entropy with the target's law, and in part -log of the overlap.
 
+    The overlap, sum(min(target, draft)), is what `rejection` accepts, so a small head shall spend
+    itself on that; far from the target its gradient says little, so the cross entropy comes first.
     What the law has outside the draft vocabulary counts for nothing: a row that can hardly be
     drafted weighs little.
     """
-    log_q = logits.float().log_softmax(-1)
-    p = (target_logits.float() - log_normalizer[:, None]).exp()
-    loss = -(p * log_q).sum(-1)
-    if hard_weight:
-        best = target_logits.argmax(-1, keepdim=True)
-        hard = -log_q.gather(1, best).squeeze(1) * p.sum(-1)
-        loss = (1 - hard_weight) * loss + hard_weight * hard
-    return loss.sum()
+    draft_logprobs = logits.float().log_softmax(-1)
+    target_probs = (target_logits.float() - log_normalizer[:, None]).exp()
+    entropy = -(target_probs * draft_logprobs).sum(-1)
+    overlap = torch.minimum(target_probs, draft_logprobs.exp()).sum(-1)
+    missed = -target_probs.sum(-1) * (overlap + 1e-4).log()
+    return torch.lerp(entropy, missed, overlap_share).sum()
 
 
 def schedule(step: int, warm_up_steps: int, fraction: float) -> float:

@@ -8,13 +8,12 @@ from pathlib import Path
 import pytest
 
 from spectrue.workers.core import SchedulerOutput
-from spectrue.workers.errors import ConfigError
+from spectrue.workers.prompts import read_prompts
 from spectrue.workers.tokenizer import Tokenizer, load_tokenizer
 from spectrue.workers.training.author import (
     Author,
     AuthorConfig,
     chat_format,
-    read_prompts,
     write_corpus,
 )
 from spectrue.workers.training.corpus import Corpus, shards
@@ -37,7 +36,7 @@ CONFIG = AuthorConfig(num_tokens=300, answer_tokens=24, shard_conversations=8)
 
 
 def author(
-    target: Path, tokenizer: Tokenizer, seed: int = 0, prompts: list[list[int]] | None = None
+    target: Path, tokenizer: Tokenizer, seed: int = 0, prompts: list[tuple[int, ...]] | None = None
 ) -> Author:
     engine = make_engine(target, max_num_seqs=16, num_kv_blocks=1500, enable_prefix_caching=False)
     config = AuthorConfig(**{**CONFIG.as_dict(), "seed": seed})
@@ -85,7 +84,7 @@ def test_given_prompts_are_answered(target: Path, tokenizer: Tokenizer, tmp_path
     message = {"role": "user", "content": "so"}
     lines = [{"prompt": "hello there"}, {"turns": ["one", "two"]}, {"messages": [message]}]
     path.write_text("\n".join(json.dumps(line) for line in lines) + "\n\n")
-    prompts = read_prompts(path, tokenizer)
+    prompts = [prompt.token_ids(tokenizer) for prompt in read_prompts(path)]
     assert len(prompts) == 3
     write_corpus(author(target, tokenizer, prompts=prompts), tmp_path / "corpus")
     corpus = Corpus.open(tmp_path / "corpus")
@@ -93,27 +92,3 @@ def test_given_prompts_are_answered(target: Path, tokenizer: Tokenizer, tmp_path
         tuple(corpus.conversation(i).tolist()[: corpus.loss_from[i]]) for i in range(len(corpus))
     }
     assert heads == {tuple(prompt) for prompt in prompts}
-
-
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("{", "line 2 is no JSON"),
-        ("[1]", "line 2 must be an object"),
-        ('{"text": "a"}', "line 2 needs a text as prompt, turns or messages"),
-        ('{"turns": []}', "line 2 needs a text"),
-        ('{"messages": [{"role": "robot", "content": "a"}]}', "line 2: messages"),
-    ],
-)
-def test_a_bad_line_is_named(tokenizer: Tokenizer, tmp_path: Path, line: str, message: str) -> None:
-    path = tmp_path / "prompts.jsonl"
-    path.write_text('{"prompt": "fine"}\n' + line)
-    with pytest.raises(ConfigError, match=message):
-        read_prompts(path, tokenizer)
-
-
-def test_a_file_without_prompts_is_refused(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    path = tmp_path / "prompts.jsonl"
-    path.write_text("\n")
-    with pytest.raises(ConfigError, match="has no prompts"):
-        read_prompts(path, tokenizer)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from pathlib import Path
 
 import pytest
@@ -13,11 +12,17 @@ from spectrue.workers.errors import ConfigError
 from spectrue.workers.forward_batch import ForwardBatch, ForwardOutput
 from spectrue.workers.models.eagle3 import Eagle3Head
 from spectrue.workers.parallel import TPGroup
+from spectrue.workers.training import trainer
 from spectrue.workers.training.config import TrainConfig
 from spectrue.workers.training.corpus import Conversation, Corpus, write_shard
-from spectrue.workers.training.eagle3 import HeadShape, TrainableHead
+from spectrue.workers.training.eagle3 import (
+    HeadShape,
+    TrainableHead,
+    choose_aux_layers,
+    default_aux_layers,
+)
 from spectrue.workers.training.export import export_head
-from spectrue.workers.training.trainer import Trainer, TrainProgress, TrainResult
+from spectrue.workers.training.trainer import Trainer, TrainProgress, TrainResult, law_loss
 from spectrue.workers.training.vocabulary import HotVocab, choose_vocab
 from spectrue.workers.weights import load_model
 from spectrue.workers.weights_head import load_head
@@ -62,6 +67,7 @@ def corpus(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Corpus:
 
 
 SMALL = TrainConfig(
+    optimizer="adamw",
     draft_vocab_size=96,
     tokens_per_step=1024,
     accumulate=2,
@@ -170,21 +176,51 @@ def test_a_run_resumes_to_the_same_weights(
     whole, _ = train(target, corpus, tmp_path / "whole", config)
     model = load_model(target, dtype=torch.float32)
     parted = Trainer(config, model, corpus, tmp_path / "parts", lambda report: None)
-    step = parted._train
-
-    def interrupted(*arguments: object) -> None:
-        step(*arguments)  # type: ignore[arg-type]
-        if parted.step == 3:
-            threading.Thread(target=parted.stop).start()  # as a signal does, at any time
-
-    parted._train = interrupted  # type: ignore[method-assign, assignment]
-    first = parted.run(resume=False)
+    first = parted.run(resume=False, stopped=lambda: parted.step == 3)
     assert not first.finished
-    assert 3 < first.step < 8
+    assert first.step == 3
     rest, _ = train(target, corpus, tmp_path / "parts", config, resume=True)
     assert rest.step == 8
     for name, weight in whole.head.published().items():
         assert weight.equal(rest.head.published()[name]), name
+
+
+def test_the_loss_is_what_it_says() -> None:
+    """Cross entropy at share 0, -log of the overlap at 1, in a vocabulary that is cut."""
+    generator = torch.Generator().manual_seed(2)
+    logits = torch.randn(5, 7, generator=generator, dtype=torch.float64)
+    whole = torch.randn(5, 9, generator=generator, dtype=torch.float64) * 2
+    target, normalizer = whole[:, :7], whole.logsumexp(-1)
+    target_probs, draft_probs = whole.softmax(-1)[:, :7], logits.softmax(-1)
+    entropy = -(target_probs * draft_probs.log()).sum()
+    mass, overlap = target_probs.sum(-1), torch.minimum(target_probs, draft_probs).sum(-1)
+    missed = -(mass * (overlap + 1e-4).log()).sum()
+    for share in (0.0, 0.25, 1.0):
+        loss = law_loss(logits.float(), target.float(), normalizer.float(), torch.tensor(share))
+        assert float(loss) == pytest.approx(float((1 - share) * entropy + share * missed), rel=1e-5)
+
+
+def test_the_overlap_comes_in_over_the_first_half(
+    target: Path, corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shares: list[float] = []
+
+    def watched(logits: Tensor, law: Tensor, normalizer: Tensor, share: Tensor) -> Tensor:
+        shares.append(float(share))
+        return law_loss(logits, law, normalizer, share)
+
+    monkeypatch.setattr(trainer, "law_loss", watched)
+    config = {"steps": 8, "accumulate": 1, "num_unrolled": 1, "overlap_share": 0.8, "held_out": 1}
+    train(target, corpus, tmp_path, TrainConfig(**{**SMALL.as_dict(), **config}))
+    assert shares[:8] == pytest.approx([0.0, 0.2, 0.4, 0.6, 0.8, 0.8, 0.8, 0.8])
+
+
+def test_auxiliary_layers_are_there() -> None:
+    for layers in range(1, 40):
+        chosen = choose_aux_layers(layers)
+        assert chosen == tuple(sorted(set(chosen)))
+        assert 0 <= chosen[0] <= chosen[-1] < layers
+    assert choose_aux_layers(30) == default_aux_layers(30) == (1, 14, 26)
 
 
 def test_another_training_is_not_resumed(target: Path, corpus: Corpus, tmp_path: Path) -> None:
@@ -209,7 +245,7 @@ def test_the_hot_vocabulary_is_the_most_frequent_and_what_ends_a_turn(tmp_path: 
     [
         ({"steps": 0}, "steps must be at least 1"),
         ({"optimizer": "sgd"}, "optimizer must be adamw or muon"),
-        ({"hard_weight": 1.5}, "hard_weight must be in"),
+        ({"overlap_share": 1.5}, "overlap_share must be in"),
         ({"tokens_per_step": 100}, "must hold a conversation of max_length = 512"),
     ],
 )
