@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
 
 import pytest
 
-from spectrue.workers.core import SchedulerOutput
+from spectrue.workers.core import FinishReason, RequestOutput, SchedulerOutput
 from spectrue.workers.prompts import read_prompts
 from spectrue.workers.tokenizer import Tokenizer, load_tokenizer
 from spectrue.workers.training.author import (
     Author,
     AuthorConfig,
+    _Dialogue,
     chat_format,
     write_corpus,
 )
@@ -38,7 +40,13 @@ CONFIG = AuthorConfig(num_tokens=300, answer_tokens=24, shard_conversations=8)
 def author(
     target: Path, tokenizer: Tokenizer, seed: int = 0, prompts: list[tuple[int, ...]] | None = None
 ) -> Author:
-    engine = make_engine(target, max_num_seqs=16, num_kv_blocks=1500, enable_prefix_caching=False)
+    engine = make_engine(
+        target,
+        max_num_seqs=16,
+        num_kv_blocks=1500,
+        max_num_batched_tokens=4096,  # a whole wave in a step
+        enable_prefix_caching=False,
+    )
     config = AuthorConfig(**{**CONFIG.as_dict(), "seed": seed})
     return Author(engine, config, tokenizer, prompts)
 
@@ -69,14 +77,41 @@ def test_turns_are_where_the_template_has_them(
         assert len(asked) > 1
         assert eos not in asked  # it is in what comes between
         assert len(text) - start >= 2
-    # A prompt is read in few of the steps: those are the ones that no graph can run.
-    reading = sum(any(s.num_scheduled_tokens > 1 for s in plan.scheduled) for plan in steps)
-    assert reading < 0.5 * len(steps)
+    # Prompts are read in few of the steps, a quarter of the slots at once: no graph can run those.
+    waves = [len(plan.new_requests) for plan in steps if plan.new_requests]
+    assert waves[0] == 16
+    assert min(waves) >= 4
+    assert len(waves) < 0.3 * len(steps)
 
     write_corpus(author(target, tokenizer), tmp_path / "again")
     write_corpus(author(target, tokenizer, seed=1), tmp_path / "other")
     assert Corpus.open(tmp_path / "again").tokens.equal(corpus.tokens)
     assert not Corpus.open(tmp_path / "other").tokens.equal(corpus.tokens)
+
+
+def test_a_turn_counts_when_it_was_ended_said_something_and_is_new(
+    target: Path, tokenizer: Tokenizer
+) -> None:
+    writer = author(target, tokenizer)
+    assert writer.format is not None
+
+    def turn(words: list[int], reason: FinishReason) -> int:
+        """Requests that wait after a user's turn of `words`."""
+        dialogue = _Dialogue([*writer.format.begin, *words, 0], True, 0, 0, 0, random.Random(1))  # type: ignore[union-attr]
+        writer._asked.clear()
+        output = RequestOutput(
+            request_id="0", finish_reason=reason, num_output_tokens=len(words) + 1
+        )
+        assert writer._turn(dialogue, output) is None
+        return len(writer._asked)
+
+    assert turn([5, 6, 7, 8], "length") == 0
+    assert turn([5, 6, 7, 8], "error") == 0
+    assert turn([5, 6], "stop") == 0
+    assert turn([5, 6, 7, 8], "stop") == 1
+    (asked, _) = writer._asked[0]
+    assert asked.token_ids == [*writer.format.begin, 5, 6, 7, 8, *writer.format.between]
+    assert turn([5, 6, 7, 8], "stop") == 0
 
 
 def test_given_prompts_are_answered(target: Path, tokenizer: Tokenizer, tmp_path: Path) -> None:
