@@ -38,7 +38,7 @@ from spectrue.workers.errors import ConfigError
 from spectrue.workers.model_store import resolve_model
 from spectrue.workers.prompts import read_prompts
 from spectrue.workers.tokenizer import load_tokenizer
-from spectrue.workers.training.author import AuthorConfig
+from spectrue.workers.training.author import MIN_ROOM, AuthorConfig, chat_format
 from spectrue.workers.training.config import TrainConfig
 from spectrue.workers.training.corpus import Corpus
 from spectrue.workers.training.export import export_head
@@ -131,7 +131,11 @@ def run(out: Path, given: dict[str, Any], resume: bool) -> bool:
     folder = out / "training"
     folder.mkdir(parents=True, exist_ok=True)
     # Read before anything long begins: what is wrong with them shall be said now.
-    asked = None if config.prompts is None else _asked(config.prompts, path)
+    if config.prompts is None:
+        asked = None
+        chat_format(load_tokenizer(path))
+    else:
+        asked = _that_fit(_asked(config.prompts, path), config.max_length, "prompts", console)
     evaluated = (
         None if config.evaluation_prompts is None else _asked(config.evaluation_prompts, path)
     )
@@ -199,6 +203,19 @@ def _asked(file: str, model: Path) -> list[Asked]:
     ]
 
 
+def _that_fit(asked: list[Asked], limit: int, setting: str, console: Console) -> list[Asked]:
+    """Those that leave room for an answer within `limit` tokens. Raises ConfigError for none."""
+    found = [prompt for prompt in asked if len(prompt.token_ids) + MIN_ROOM <= limit]
+    if not found:
+        raise ConfigError(f"{setting}: none leaves room for an answer within {limit} tokens")
+    if len(found) < len(asked):
+        number = len(asked) - len(found)
+        console.print(
+            f"{number} of {len(asked)} {setting} are left out: longer than {limit} tokens"
+        )
+    return found
+
+
 def _train_config(config: TrainDraftConfig, device: torch.device) -> TrainConfig:
     on_gpu = device.type == "cuda"
     return TrainConfig(
@@ -231,9 +248,6 @@ def _write_corpus(
     number, kv_cache_bytes = plan_processes(device, weight_bytes)
     on_gpu = device.type == "cuda"
     author = AuthorConfig(seed=config.seed, num_tokens=config.tokens)
-    tokenizer = load_tokenizer(path)
-    if prompts is None and not tokenizer.has_chat_template:
-        raise ConfigError("the model has no chat template to write user turns with: give --prompts")
     engine = EngineConfig(
         model=str(path),
         dtype=config.dtype,  # type: ignore[arg-type]
@@ -332,6 +346,7 @@ def _evaluate(
             speculative=speculative,
         )
     )
+    asked = _that_fit(asked, engine.info.max_model_len, "evaluation prompts", console)
     results = []
     with _bar(console) as bar:
         for temperature in (0.0, 1.0):

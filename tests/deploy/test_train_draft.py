@@ -183,6 +183,11 @@ def test_a_bad_prompts_file_is_refused_before_anything_is_written(
 ) -> None:
     file = tmp_path / "p.jsonl"
     file.write_text('{"prompt": "a"}\n{}\n')
+    file_of_long = tmp_path / "long.jsonl"
+    file_of_long.write_text(json.dumps({"prompt": "a " * 400}) + "\n")
+    given = {"model": str(target), "prompts": str(file_of_long)}
+    with pytest.raises(ConfigError, match="prompts: none leaves room"):
+        train_draft.run(tmp_path / "out", given, False)
     for name in ("prompts", "evaluation_prompts"):
         with pytest.raises(ConfigError, match=r"p\.jsonl, line 2"):
             train_draft.run(tmp_path / "out", {"model": str(target), name: str(file)}, False)

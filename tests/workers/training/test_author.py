@@ -9,9 +9,11 @@ from pathlib import Path
 import pytest
 
 from spectrue.workers.core import FinishReason, RequestOutput, SchedulerOutput
+from spectrue.workers.errors import ConfigError
 from spectrue.workers.prompts import read_prompts
 from spectrue.workers.tokenizer import Tokenizer, load_tokenizer
 from spectrue.workers.training.author import (
+    MAX_LOST_TURNS,
     Author,
     AuthorConfig,
     _Dialogue,
@@ -112,6 +114,25 @@ def test_a_turn_counts_when_it_was_ended_said_something_and_is_new(
     (asked, _) = writer._asked[0]
     assert asked.token_ids == [*writer.format.begin, 5, 6, 7, 8, *writer.format.between]
     assert turn([5, 6, 7, 8], "stop") == 0
+
+
+def test_what_can_never_be_a_dialogue_is_refused(target: Path, tokenizer: Tokenizer) -> None:
+    """Each of these would go on for ever."""
+    limit = author(target, tokenizer).limit
+    with pytest.raises(ConfigError, match="prompts: none leaves room"):
+        author(target, tokenizer, prompts=[(5,) * (limit - 5)])
+    writer = author(target, tokenizer, prompts=[(5,) * (limit - 5), (6, 7)])
+    assert writer.prompts == [(6, 7)]
+    engine = make_engine(target, max_model_len=64)
+    with pytest.raises(ConfigError, match="a context of 64 tokens"):
+        Author(engine, CONFIG, tokenizer)
+    writer = author(target, tokenizer)
+    dialogue = _Dialogue([5, 6], True, 0, 0, 0, random.Random(1))
+    output = RequestOutput(request_id="0", finish_reason="length", num_output_tokens=1)
+    for _ in range(MAX_LOST_TURNS):
+        assert writer._turn(dialogue, output) is None
+    with pytest.raises(ConfigError, match="give --prompts"):
+        writer._turn(dialogue, output)
 
 
 def test_given_prompts_are_answered(target: Path, tokenizer: Tokenizer, tmp_path: Path) -> None:
