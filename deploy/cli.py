@@ -223,6 +223,9 @@ def train_draft(
     tokens_per_step: Annotated[
         int | None, typer.Option(help="Default: 65536 on a GPU, 8192 on a CPU.")
     ] = None,
+    accumulate: Annotated[
+        int | None, typer.Option(help="Parts in which a step is computed, for less memory.")
+    ] = None,
     max_length: Annotated[
         int | None, typer.Option(help="Tokens of a conversation. Default: 384.")
     ] = None,

@@ -137,7 +137,7 @@ def _amdsmi(node: Node) -> Check:
         "warning",
         "cannot be imported: Ray takes the GPUs for NVIDIA's, sets CUDA_VISIBLE_DEVICES and has no "
         "accelerator_type and no GPU metrics; install it from the ROCm release "
-        "(pip install /opt/rocm/share/amd_smi)",
+        "(its share/amd_smi, by pip)",
     )
 
 

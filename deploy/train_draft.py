@@ -69,6 +69,7 @@ class TrainDraftConfig:
     steps: int | None = None
     minutes: float | None = None  # of training
     tokens_per_step: int | None = None  # None: 65536 on a GPU, 8192 on a CPU
+    accumulate: int = 1  # parts in which a step is computed, for less memory
     max_length: int = 384
     learning_rate: float = 2e-3
     seed: int = 0
@@ -224,6 +225,7 @@ def _train_config(config: TrainDraftConfig, device: torch.device) -> TrainConfig
         num_unrolled=config.num_speculative_tokens,
         max_length=config.max_length,
         tokens_per_step=config.tokens_per_step or (65536 if on_gpu else 8192),
+        accumulate=config.accumulate,
         time_limit=None if config.minutes is None else 60 * config.minutes,
         learning_rate=config.learning_rate,
         compile=on_gpu,

@@ -32,6 +32,7 @@ GIVEN: dict[str, Any] = {
     "draft_vocab_size": 200,
     "steps": 60,
     "tokens_per_step": 512,
+    "accumulate": 2,
     "max_length": 96,
 }
 
