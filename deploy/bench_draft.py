@@ -180,15 +180,7 @@ def run(
             none = SpeculativeConfig(drafter="none")
             plain = load_engine(config.replace(speculative=none))
     prompts = [Asked(p.category, prompt_ids(engine, p)) for p in given[:num_prompts]]
-    about = {
-        "model": config.name,
-        "drafter": engine.info.resolved.drafter,
-        "num_speculative_tokens": engine.info.resolved.num_speculative_tokens,
-        "depth": engine.info.resolved.depth,
-        "num_prompts": len(prompts),
-        "max_tokens": max_tokens,
-        "batch_size": batch_size,
-    }
+    about = describe(engine, len(prompts), max_tokens, batch_size)
     results: list[DraftResult] = []
     for temperature in temperatures:
         with Progress(console=console, transient=True) as progress:
@@ -211,6 +203,20 @@ def run(
             )
         show(console, about, results[-1:])
         write(about, results, json_file, plot)  # after each: a run of many prompts is long
+
+
+def describe(engine: Engine, num_prompts: int, max_tokens: int, batch_size: int) -> dict[str, Any]:
+    """What was measured, for `show` and `write`."""
+    resolved = engine.info.resolved
+    return {
+        "model": engine.config.name,
+        "drafter": resolved.drafter,
+        "num_speculative_tokens": resolved.num_speculative_tokens,
+        "depth": resolved.depth,
+        "num_prompts": num_prompts,
+        "max_tokens": max_tokens,
+        "batch_size": batch_size,
+    }
 
 
 def write(

@@ -275,8 +275,9 @@ def bench_engine(
 
     engine |= {
         "load_format": load_format,
-        "simulated_acceptance": simulated_acceptance
-        and _numbers(simulated_acceptance, "--simulated-acceptance"),
+        "simulated_acceptance": None
+        if simulated_acceptance is None
+        else _numbers(simulated_acceptance, "--simulated-acceptance"),
         "simulated_accept_length": simulated_accept_length,
     }
     run(

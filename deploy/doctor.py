@@ -79,12 +79,12 @@ def examine(
     names = get_args(Platform)
     if platform is not None and platform not in names:
         raise ConfigError(f"--platform must be one of {', '.join(names)}, got {platform!r}")
-    own = _own_platform()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    own = dispatch.platform_of(device)
     if platform is None and arch is not None:
         platform = "hip" if arch.startswith("gfx") else "cuda" if arch.startswith("sm_") else own
     simulated = platform is not None and platform != own
     chosen = platform or own
-    device = torch.device("cpu" if own == "cpu" else "cuda")
     if arch is None:
         arch = DEFAULT_ARCH[chosen] if simulated else architecture(device)
     node = node or Node(torch_hip=torch.version.hip)
@@ -117,12 +117,6 @@ def examine(
         variants=_variants(config.speculative, chosen),  # type: ignore[arg-type]
         checks=checks,
     )
-
-
-def _own_platform() -> str:
-    if not torch.cuda.is_available():
-        return "cpu"
-    return "hip" if torch.version.hip else "cuda"
 
 
 def _why(dtype: str) -> str:
@@ -248,13 +242,8 @@ def show(report: Report, config: EngineConfig, console: Console) -> None:
         theirs = "samples" if variant.reference_samples else "argmax"
         if not variant.reference_reason:
             theirs = "-"
-        variants.add_row(
-            variant.change,
-            f"{variant.verify_method}",
-            variant.reason,
-            theirs,
-            variant.reference_reason,
-        )
+        ours = variant.verify_method, variant.reason
+        variants.add_row(variant.change, *ours, theirs, variant.reference_reason)
     console.print(variants)
     for check in report.checks:
         style = STYLES[check.status]

@@ -147,8 +147,7 @@ def _architecture(arch: str) -> Check:
     return Check(
         "architecture",
         "warning",
-        f"{arch} is none of {', '.join(TESTED_ARCHITECTURES)}, for which kernels are tested; "
-        f"run `spectrue selftest`",
+        f"{arch} is none of {', '.join(TESTED_ARCHITECTURES)}, for which kernels are tested",
     )
 
 

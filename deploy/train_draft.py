@@ -28,7 +28,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from spectrue.deploy.bench_draft import Asked, DraftResult, measure, show, write
+from spectrue.deploy.bench_draft import Asked, DraftResult, describe, measure, show, write
 from spectrue.deploy.model_card import model_card
 from spectrue.workers.async_engine import load_engine
 from spectrue.workers.config import Device, EngineConfig, SpeculativeConfig
@@ -37,7 +37,7 @@ from spectrue.workers.device import rank_device
 from spectrue.workers.errors import ConfigError
 from spectrue.workers.model_store import resolve_model
 from spectrue.workers.prompts import read_prompts
-from spectrue.workers.tokenizer import load_tokenizer
+from spectrue.workers.tokenizer import Tokenizer, load_tokenizer
 from spectrue.workers.training.author import MIN_ROOM, AuthorConfig, chat_format
 from spectrue.workers.training.config import TrainConfig
 from spectrue.workers.training.corpus import Corpus
@@ -54,6 +54,7 @@ from spectrue.workers.weights import load_model, resolve_dtype
 ALGORITHMS = ("eagle3",)
 LOG_EVERY = 15.0  # seconds, where the output is no terminal and bars do not move
 EVALUATED = 64  # prompts held out, where no file is given
+MAX_TOKENS = 128  # of an answer of the evaluation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,14 +133,13 @@ def run(out: Path, given: dict[str, Any], resume: bool) -> bool:
     folder = out / "training"
     folder.mkdir(parents=True, exist_ok=True)
     # Read before anything long begins: what is wrong with them shall be said now.
-    if config.prompts is None:
-        asked = None
-        chat_format(load_tokenizer(path))
+    tokenizer = load_tokenizer(path)
+    asked = _asked(config.prompts, tokenizer)
+    evaluated = _asked(config.evaluation_prompts, tokenizer)
+    if asked is None:
+        chat_format(tokenizer)
     else:
-        asked = _that_fit(_asked(config.prompts, path), config.max_length, "prompts", console)
-    evaluated = (
-        None if config.evaluation_prompts is None else _asked(config.evaluation_prompts, path)
-    )
+        asked = _that_fit(asked, config.max_length, "prompts", console)
     train_config = _train_config(config, device)
     (folder / "run.json").write_text(json.dumps(asdict(config), indent=1) + "\n")
     with _stop_on_interrupt(console) as stopped:
@@ -197,11 +197,10 @@ def _command(config: TrainDraftConfig) -> str:
     return shlex.join(words)
 
 
-def _asked(file: str, model: Path) -> list[Asked]:
-    tokenizer = load_tokenizer(model)
-    return [
-        Asked(prompt.category, prompt.token_ids(tokenizer)) for prompt in read_prompts(Path(file))
-    ]
+def _asked(file: str | None, tokenizer: Tokenizer) -> list[Asked] | None:
+    if file is None:
+        return None
+    return [Asked(p.category, p.token_ids(tokenizer)) for p in read_prompts(Path(file))]
 
 
 def _that_fit(asked: list[Asked], limit: int, setting: str, console: Console) -> list[Asked]:
@@ -341,6 +340,7 @@ def _evaluate(
     engine = load_engine(
         EngineConfig(
             model=str(path),
+            served_model_name=Path(config.model).name,
             dtype=config.dtype,  # type: ignore[arg-type]
             device=config.device,
             enable_prefix_caching=False,
@@ -353,7 +353,7 @@ def _evaluate(
     with _bar(console) as bar:
         for temperature in (0.0, 1.0):
             task = bar.add_task("evaluation", total=len(asked), text=f"T={temperature:g}")
-            params = SamplingParams(temperature=temperature, max_tokens=128)
+            params = SamplingParams(temperature=temperature, max_tokens=MAX_TOKENS)
             results.append(
                 measure(
                     engine,
@@ -363,15 +363,7 @@ def _evaluate(
                     advance=lambda number, task=task: bar.advance(task, number),  # type: ignore[misc]
                 )
             )
-    about = {
-        "model": Path(config.model).name,
-        "drafter": "eagle3",
-        "num_speculative_tokens": config.num_speculative_tokens,
-        "depth": "fixed",
-        "num_prompts": len(asked),
-        "max_tokens": 128,
-        "batch_size": batch_size,
-    }
+    about = describe(engine, len(asked), MAX_TOKENS, batch_size)
     show(console, about, results)
     try:
         write(about, results, out / "evaluation.json", out / "evaluation.png")

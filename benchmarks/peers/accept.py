@@ -70,7 +70,7 @@ def theirs(python: Path, job: dict[str, Any], folder: Path) -> tuple[float, list
     source.write_text(json.dumps(job))
     script = Path(__file__).with_name("vllm_accept.py")
     subprocess.run([python, script, source, result], check=True, cwd=folder)
-    counts = json.loads(result.read_text())["counts"]
+    counts = json.loads(result.read_text())
     drafts = counts["vllm:spec_decode_num_drafts"]
     accepted = counts["vllm:spec_decode_num_accepted_tokens"]
     by_position = counts["vllm:spec_decode_num_accepted_tokens_per_pos"]

@@ -67,5 +67,6 @@ def test_bench_flags_reach_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
         SpeculativeConfig(depth="adaptive", simulated_acceptance=(0.8, 0.5, 0.1)),
         SpeculativeConfig(depth="adaptive", simulated_accept_length=2.5),
     ]
-    bad = CliRunner().invoke(cli.app, [*base, "--simulated-acceptance", "0.8,x"])
-    assert "--simulated-acceptance must be numbers" in str(bad.exception)
+    for text in ("0.8,x", ""):
+        bad = CliRunner().invoke(cli.app, [*base, "--simulated-acceptance", text])
+        assert "--simulated-acceptance must be numbers" in str(bad.exception)

@@ -22,7 +22,7 @@ from spectrue.workers.training.corpus import Conversation, write_shard
 from spectrue.workers.training.openings import OPENINGS
 
 MIN_ROOM = 32  # tokens that an answer must have, at least
-MAX_LOST_TURNS = 1000  # turns of users, one after the other, that were no use
+MAX_LOST_TURNS = 1000  # turns of users before the first that is of use
 MARK = "\u241eSPECTRUE\u241e"  # stands for the user's words; in no template
 
 
@@ -100,30 +100,29 @@ class Author:
         prompts: Sequence[Sequence[int]] | None = None,  # whole, up to where the answer begins
     ) -> None:
         self.engine, self.config = engine, config
-        self.prompts = prompts
-        self.format = None
-        if prompts is None:
-            assert tokenizer is not None
-            self.format = chat_format(tokenizer)
-            self.openings = [tokenizer.encode(text) for text in OPENINGS]
         self.limit = engine.info.max_model_len
-        longest = self.limit - MIN_ROOM
+        self.prompts: list[Sequence[int]] | None = None
+        self.format = None
         if prompts is not None:
+            longest = self.limit - MIN_ROOM
             self.prompts = [prompt for prompt in prompts if len(prompt) <= longest]
             if not self.prompts:
                 raise ConfigError(
                     f"prompts: none leaves room for an answer in {self.limit} tokens of context"
                 )
-        elif self.format is not None and self.limit < config.turn_tokens + 2 * MIN_ROOM:
-            raise ConfigError(f"a context of {self.limit} tokens has no room for a dialogue")
+        else:
+            assert tokenizer is not None
+            self.format = chat_format(tokenizer)
+            self.openings = [tokenizer.encode(text) for text in OPENINGS]
+            if self.limit < config.turn_tokens + 2 * MIN_ROOM:
+                raise ConfigError(f"a context of {self.limit} tokens has no room for a dialogue")
         self._rng = random.Random(f"author-{config.seed}")
         self._ids = count()
         self._open: dict[str, _Dialogue] = {}
         self._asked: list[tuple[_Dialogue, SamplingParams]] = []  # wait for the next wave
-        self._seen: set[int] = set()
+        self._seen: set[int] = set()  # hashes of turns of users that were answered
         self.num_tokens = 0  # of answers that are complete
         self._num_turns = 0  # of users, written
-        self._num_asked = 0  # of those, what was worth an answer
 
     def write(self) -> Iterator[Conversation]:
         """Dialogues as they are completed, until there are enough tokens."""
@@ -212,7 +211,7 @@ class Author:
             return Conversation(tuple(dialogue.token_ids), dialogue.loss_from)
         assert self.format is not None
         self._num_turns += 1
-        if self._num_turns > MAX_LOST_TURNS and not self._num_asked:
+        if self._num_turns > MAX_LOST_TURNS and not self._seen:
             raise ConfigError(
                 f"of {MAX_LOST_TURNS} turns that the model wrote for the user, none was ended "
                 f"within {self.config.turn_tokens} tokens: give --prompts"
@@ -222,7 +221,6 @@ class Author:
         if not ended or len(asked) < 3 or hash(asked) in self._seen:
             return None
         self._seen.add(hash(asked))
-        self._num_asked += 1
         dialogue.token_ids = dialogue.token_ids[:-1] + self.format.between
         dialogue.asking = False
         dialogue.loss_from = dialogue.loss_from or len(dialogue.token_ids)

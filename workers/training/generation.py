@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import multiprocessing
 import os
 import queue
@@ -22,8 +21,6 @@ from spectrue.workers.config import EngineConfig
 from spectrue.workers.errors import EngineDeadError
 from spectrue.workers.training.author import Author, AuthorConfig, write_corpus
 from spectrue.workers.training.corpus import Corpus, shards
-
-logger = logging.getLogger(__name__)
 
 GIB = 2**30
 OWN = 3 * GIB  # of a process on a GPU: context, graphs, activations
